@@ -1,0 +1,107 @@
+"""Configurations: frozen dataclasses that check their values. No I/O, no arrays, no device state."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+Attention = Literal["full", "clo"]
+Retriever = Literal["sign", "hata", "exact"]
+Refresh = Literal["whole", "delta"]
+
+
+def _require(ok: bool, name: str, got: Any, wanted: str) -> None:
+    if not ok:
+        raise ValueError(f"{name}: got {got!r}, wanted {wanted}")
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding. `rope_type`: default, linear, dynamic, llama3 or yarn; `parameters` holds the keys that
+    the type needs beyond `theta` (factor, low_freq_factor, beta_fast, ...), as sorted pairs so that it can be hashed."""
+
+    theta: float
+    rope_type: str = "default"
+    parameters: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        return dict(self.parameters)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Architecture of a decoder: everything that shapes its parameters or its arithmetic."""
+
+    architecture: Literal["llama", "qwen2"]
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int  # L
+    num_heads: int  # H
+    num_kv_heads: int  # K
+    head_dim: int  # D
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: RopeConfig
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
+            _require(getattr(self, name) > 0, name, getattr(self, name), "a positive integer")
+        _require(
+            self.num_heads % self.num_kv_heads == 0,
+            "num_kv_heads",
+            self.num_kv_heads,
+            f"a divisor of num_heads = {self.num_heads}",
+        )
+        _require(self.head_dim > 0 and self.head_dim % 2 == 0, "head_dim", self.head_dim, "a positive even integer")
+
+    @property
+    def group(self) -> int:
+        """G: query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclasses.dataclass(frozen=True)
+class CloConfig:
+    """The CLO policy. Defaults are ours; `CloConfig.paper()` is the paper's behaviour."""
+
+    sparsity: float = 0.1  # share of the context that a refresh selects: k = ceil(sparsity · length)
+    retriever: Retriever = "sign"
+    hash_bits: int = 256  # R
+    refresh: Refresh = "delta"
+    retain: float = 1.5  # c: the buffer of a head holds ceil(c · k) rows
+    sim_threshold: float = 0.8  # eta, the paper's base cosine threshold; 1 or more refreshes at every step
+    importance_power: float = 3.0  # n
+    reuse_margin: float = 0.1  # epsilon
+    sink_tokens: int = 4
+    recent_tokens: int = 64  # at least this many newest tokens are attended exactly
+    flush_tokens: int = 64  # block that leaves the tail for the host at once
+    refresh_on_flush: bool = True  # every head is refreshed after a flush, so that no token is ever out of reach
+    resident_heads: tuple[tuple[int, tuple[int, ...]], ...] | None = None  # ((layer, (heads...)), ...); None: layer 0
+    seed: int = 0  # of the untrained hash projections
+
+    def __post_init__(self) -> None:
+        _require(0 < self.sparsity <= 1, "sparsity", self.sparsity, "a number in (0, 1]")
+        _require(self.retriever in ("sign", "hata", "exact"), "retriever", self.retriever, "sign, hata or exact")
+        _require(
+            self.hash_bits > 0 and self.hash_bits % 32 == 0, "hash_bits", self.hash_bits, "a positive multiple of 32"
+        )
+        _require(self.refresh in ("whole", "delta"), "refresh", self.refresh, "whole or delta")
+        _require(math.isfinite(self.retain) and self.retain >= 1, "retain", self.retain, "a number >= 1")
+        _require(self.refresh == "delta" or self.retain == 1, "retain", self.retain, "1 when refresh is whole")
+        _require(-1 <= self.sim_threshold <= 2, "sim_threshold", self.sim_threshold, "a number in [-1, 2]")
+        _require(self.importance_power > 0, "importance_power", self.importance_power, "a positive number")
+        _require(self.sink_tokens >= 0, "sink_tokens", self.sink_tokens, "an integer >= 0")
+        _require(self.recent_tokens >= 1, "recent_tokens", self.recent_tokens, "a positive integer")
+        _require(self.flush_tokens >= 1, "flush_tokens", self.flush_tokens, "a positive integer")
+
+    @classmethod
+    def paper(cls, **changes: Any) -> "CloConfig":
+        """The paper's behaviour: whole-head refresh, no retained rows, symmetric hash, no refresh on flush."""
+        base = dict(retriever="hata", refresh="whole", retain=1.0, refresh_on_flush=False)
+        return cls(**{**base, **changes})

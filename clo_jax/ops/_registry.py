@@ -1,0 +1,14 @@
+"""Registers every native FFI target once, on first import of an op."""
+
+import functools
+
+import jax
+
+from clo_jax import _host
+
+
+@functools.cache
+def register_all() -> None:
+    """Registers all targets of the native module for the CPU platform. Idempotent."""
+    for name, capsule in _host.registrations().items():
+        jax.ffi.register_ffi_target(name, capsule, platform="cpu")

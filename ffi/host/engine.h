@@ -1,0 +1,81 @@
+// The transfer engine: owns the arenas of every layer, the requests and the ready flags, and moves rows on threads of
+// its own. Kernels fill a layer's request (protocol.h); post() hands it over, wait() returns once its rows are there.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "clo/protocol.h"
+
+namespace clo {
+
+struct EngineConfig {
+  std::vector<int64_t> kv_heads;  // Ko of each layer
+  int64_t batch = 0;
+  int64_t max_tokens = 0;   // S
+  int64_t num_slots = 0;    // C
+  int64_t head_dim = 0;     // D
+  DType dtype = DType::kF32;
+  int64_t threads = 1;
+  double timeout_s = 30.0;  // bound of every wait
+  bool offload = true;      // false: rows stay put and attention reads them through the slot table; no threads
+  std::string backend = "host";
+};
+
+struct Counters {
+  uint64_t requests = 0;        // posts with at least one move
+  uint64_t rows_posted = 0;     // rows that prefetches asked for
+  uint64_t rows_moved = 0;      // rows that transfers delivered
+  uint64_t bytes_moved = 0;
+  uint64_t rows_offloaded = 0;  // rows written to the host by prefill and tail flushes
+  uint64_t bytes_offloaded = 0;
+  uint64_t wait_ns = 0;         // time that attention spent waiting for ready
+  uint64_t hits = 0;            // head lookups that reused their set
+  uint64_t misses = 0;          // head lookups that refreshed it
+  uint64_t rows_selected = 0;   // k summed over refreshes (what a whole-head refresh would move)
+};
+
+class Engine {
+ public:
+  explicit Engine(EngineConfig config);  // throws std::invalid_argument, std::bad_alloc
+  ~Engine();                             // aborts, joins, frees
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  const EngineConfig& config() const;
+  LayerView layer(int64_t index) const;  // throws std::out_of_range
+
+  // Hands the layer's request to the transfer threads. Never blocks on the transfer itself. The previous request of the
+  // layer must be ready (attention of the layer has waited for it): else std::logic_error.
+  uint64_t post(int64_t layer);
+
+  // Until the layer's last posted request is delivered. Empty on success, else why not (names layer, backend, sequence
+  // number): timeout, abort, or a transfer thread's error.
+  std::string wait(int64_t layer);
+
+  void record_lookup(uint64_t hits, uint64_t misses, uint64_t rows_selected);
+  void record_offload(uint64_t rows, uint64_t bytes);
+
+  void abort(const std::string& why);  // every present and future wait fails until reset()
+  void reset();                        // quiesces transfers, empties slot tables, clears flags and errors; keeps counters
+  Counters counters() const;
+  void clear_counters();
+
+  // Test hooks: delay each copied job by a random time up to max_us (seeded); kill a thread after n jobs.
+  void inject_delay(int64_t max_us, uint64_t seed);
+  void inject_thread_death(int64_t after_jobs);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+// Process-wide table of engines. Handles are the smallest free positive integer, so that a program compiled for handle 1
+// is found again in the persistent compilation cache by the next process. 0 means "no engine".
+int64_t register_engine(std::shared_ptr<Engine> engine);
+void unregister_engine(int64_t handle);
+std::shared_ptr<Engine> find_engine(int64_t handle);  // null when there is none
+
+}  // namespace clo

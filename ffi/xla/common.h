@@ -1,0 +1,38 @@
+// Small helpers shared by the handlers: dtype translation and argument errors.
+#pragma once
+
+#include <string>
+
+#include "clo/dtype.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace clo {
+
+namespace ffi = xla::ffi;
+
+// False for an element type that no kernel computes in.
+inline bool translate(ffi::DataType type, DType* out) {
+  if (type == ffi::F32) *out = DType::kF32;
+  else if (type == ffi::BF16) *out = DType::kBF16;
+  else return false;
+  return true;
+}
+
+inline ffi::Error invalid(const std::string& op, const std::string& what) {
+  return ffi::Error::InvalidArgument("clo_" + op + ": " + what);
+}
+
+// The last line of defence: Python has checked with better words. Dimensions must equal `want`; -1 matches any.
+template <typename Buffer>
+bool has_shape(const Buffer& buffer, std::initializer_list<int64_t> want) {
+  const auto dims = buffer.dimensions();
+  if (dims.size() != want.size()) return false;
+  size_t i = 0;
+  for (int64_t n : want) {
+    if (n >= 0 && dims[i] != n) return false;
+    ++i;
+  }
+  return true;
+}
+
+}  // namespace clo

@@ -1,0 +1,12 @@
+// The one list of FFI targets: registrations() hands exactly these to Python.
+#pragma once
+
+#include "xla/ffi/api/c_api.h"
+#include "xla/ffi/api/ffi.h"
+
+#define CLO_HANDLERS(X) \
+  X(cache_lookup)
+
+#define CLO_DECLARE_HANDLER(name) extern "C" XLA_FFI_Error* clo_##name(XLA_FFI_CallFrame* frame);
+CLO_HANDLERS(CLO_DECLARE_HANDLER)
+#undef CLO_DECLARE_HANDLER
