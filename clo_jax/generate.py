@@ -48,7 +48,9 @@ def bucket_length(length: int, max_tokens: int) -> int:
 # --- prefill -----------------------------------------------------------------------------------------------------------
 
 
-def prefill_layer(config: ModelConfig, params, x: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Prefilled, jax.Array]:
+def prefill_layer(
+    config: ModelConfig, params, x: jax.Array, lengths: jax.Array
+) -> tuple[jax.Array, Prefilled, jax.Array]:
     """One layer over whole prompts. The same program serves every layer and every length of a bucket.
 
     Args:
@@ -188,9 +190,7 @@ def decode_step(
                 guess = model.layers[target].query(x, rope)[:, 0]
                 layers[target], shared = policy.prefetch(target, tables[target], guess, at, layers[target], shared)
         q, k, v = (part[:, 0] for part in layer.qkv(x, rope))
-        attended, layers[index], shared = policy.attend(
-            index, tables[index], q, k, v, at, layers[index], shared
-        )
+        attended, layers[index], shared = policy.attend(index, tables[index], q, k, v, at, layers[index], shared)
         x = layer.finish(x, attended[:, None])
     logits = model.logits(x)[:, 0]
     position = jnp.where(state.done, state.position, state.position + 1)

@@ -248,7 +248,11 @@ class LLM:
             if isinstance(item, str):
                 if self.tokenizer is None:
                     raise ValueError(f"prompts: got text, but {self._info.path} has no tokenizer.json; give token ids")
-                ids = self.tokenizer.encode_chat([{"role": "user", "content": item}]) if chat else self.tokenizer.encode(item)
+                ids = (
+                    self.tokenizer.encode_chat([{"role": "user", "content": item}])
+                    if chat
+                    else self.tokenizer.encode(item)
+                )
             elif chat:
                 raise ValueError("chat: got True with token ids, wanted text")
             else:
@@ -303,7 +307,11 @@ class LLM:
         def pick(value, name, fallback):
             return value if value is not None else defaults.get(name) if defaults.get(name) is not None else fallback
 
-        temperature, top_k, top_p = pick(temperature, "temperature", 1.0), pick(top_k, "top_k", 0), pick(top_p, "top_p", 1.0)
+        temperature, top_k, top_p = (
+            pick(temperature, "temperature", 1.0),
+            pick(top_k, "top_k", 0),
+            pick(top_p, "top_p", 1.0),
+        )
         if not (np.isfinite(temperature) and temperature > 0):
             raise ValueError(f"temperature: got {temperature}, wanted a positive number (greedy: do_sample=False)")
         if top_k < 0:
