@@ -45,7 +45,7 @@ def bucket_length(length: int, max_tokens: int) -> int:
     return min(bucket, max_tokens)
 
 
-# --- prefill -----------------------------------------------------------------------------------------------------------
+# --- prefill ----------------------------------------
 
 
 def prefill_layer(
@@ -73,7 +73,7 @@ def prefill_layer(
         return jax.lax.dynamic_slice_in_dim(array, start, chunk, axis=1)
 
     def project(i, carry):
-        # The last chunk of a bucket that is no multiple of the chunk overlaps the one before: same values, written twice.
+        # The last chunk of a bucket that is no multiple of the chunk overlaps the one before: same values, twice.
         start = jnp.minimum(i * chunk, N - chunk)
         parts = layer.qkv(cut(x, start), jax.tree.map(lambda t: cut(t, start), rope))
         return tuple(
@@ -167,7 +167,7 @@ def prefill(
     return tuple(layers), shared, steps.next_logits(config, params, last)
 
 
-# --- decode ------------------------------------------------------------------------------------------------------------
+# --- decode ----------------------------------------
 
 
 def decode_step(

@@ -28,8 +28,8 @@ DEFAULT_NEW_TOKENS = 256
 class LLM:
     """A model ready to answer. Make it with `LLM.load`; use it as a context manager or call `close`.
 
-    Calls from several threads take turns. A call that fails, is interrupted, or whose stream is closed leaves the object
-    ready for the next one.
+    Calls from several threads take turns. A call that fails, is interrupted, or whose stream is closed leaves the
+    object ready for the next one.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class LLM:
         llm._layout(1)  # refuses settings that do not fit the model now, not at the first prompt
         return llm
 
-    # --- answering -----------------------------------------------------------------------------------------------------
+    # --- answering ----------------------------------------
 
     def generate(
         self, prompts: Prompts, *, max_new_tokens: int | None = None, do_sample: bool = False,
@@ -195,7 +195,7 @@ class LLM:
             "stop_token_ids": list(self._info.stop_token_ids),
         }
 
-    # --- preparation ---------------------------------------------------------------------------------------------------
+    # --- preparation ----------------------------------------
 
     def _layout(self, batch: int) -> CacheLayout:
         if self.attention == "full":
@@ -320,7 +320,7 @@ class LLM:
             raise ValueError(f"top_p: got {top_p}, wanted a number in (0, 1]")
         return float(temperature), int(top_k), float(top_p)
 
-    # --- text ----------------------------------------------------------------------------------------------------------
+    # --- text ----------------------------------------
 
     def _decoder(self) -> IncrementalDecoder | None:
         return None if self.tokenizer is None else IncrementalDecoder(self.tokenizer)

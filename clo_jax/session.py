@@ -1,7 +1,7 @@
 """One batch of prompts from prefill to the last token: the mutable part of a generation, outside every jitted function.
 
-A session borrows the engine; whatever ends it (the last token, Ctrl-C, an exception in a callback, a closed stream), the
-engine is reset and serves the next session.
+A session borrows the engine; whatever ends it (the last token, Ctrl-C, an exception in a callback, a closed stream),
+the engine is reset and serves the next session.
 """
 
 import dataclasses

@@ -68,7 +68,7 @@ class CacheLayout:
             sparsity=clo.sparsity, retain=clo.retain,
         )  # fmt: skip
 
-    # --- sizes -------------------------------------------------------------------------------------------------------
+    # --- sizes ----------------------------------------
 
     @property
     def group(self) -> int:
@@ -105,7 +105,7 @@ class CacheLayout:
         """Bytes of one token's K and V of one head."""
         return 2 * self.head_dim * self.itemsize
 
-    # --- functions of the context length, for Python integers and int32 arrays alike -----------------------------------
+    # --- functions of the context length (int32 scalars or arrays) ------------------------
 
     def flushed(self, length):
         """Tokens [0, flushed) are on the host when a sequence has `length` tokens: whole blocks that leave at least
@@ -126,7 +126,7 @@ class CacheLayout:
         slots = jnp.ceil(jnp.float32(self.retain) * k.astype(jnp.float32)).astype(jnp.int32)
         return jnp.clip(slots, k, self.num_slots)
 
-    # --- bytes -------------------------------------------------------------------------------------------------------
+    # --- bytes ----------------------------------------
 
     def device_bytes(self) -> dict[str, int]:
         """Device bytes by part: what attention reads and what finds it."""

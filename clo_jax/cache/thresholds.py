@@ -8,8 +8,8 @@ ALWAYS_MISS = 2.0  # above every cosine
 def thresholds(importance: np.ndarray, sim_threshold: float, importance_power: float) -> np.ndarray:
     """Threshold tau of each head from its importance s.
 
-    Eq. 7: theta* = arccos(eta); Eq. 8: theta = s^n · theta* + (1 - s^n) · pi; Eq. 9: tau = cos(theta). An important head
-    (s = 1) gets eta, an unimportant one (s = 0) gets -1, which every similarity reaches.
+    Eq. 7: theta* = arccos(eta); Eq. 8: theta = s^n · theta* + (1 - s^n) · pi; Eq. 9: tau = cos(theta). An important
+    head (s = 1) gets eta, an unimportant one (s = 0) gets -1, which every similarity reaches.
 
     Args:
       importance: any shape, values in [0, 1].
@@ -29,5 +29,5 @@ def thresholds(importance: np.ndarray, sim_threshold: float, importance_power: f
         return np.full(s.shape, ALWAYS_MISS, np.float32)
     share = s**importance_power
     theta = share * np.arccos(sim_threshold) + (1 - share) * np.pi
-    # cos(pi) is -1 exactly, so that s = 0 always hits; cosines are clipped because arccos and cos may overshoot by an ulp.
+    # cos(pi) is -1 exactly, so that s = 0 always hits; clipped because arccos and cos may overshoot by an ulp.
     return np.clip(np.cos(theta), -1.0, 1.0).astype(np.float32)

@@ -1,7 +1,7 @@
 """CLO: head-wise approximate cache on the device, rows in host memory, prefetch one layer ahead (design, section 2).
 
-State of a layer: labels and their age, codes and key factors, key means, log-sum-exp of the last step, resident rows and
-tail rows. The host rows, the selected rows and their slot table belong to the transfer engine.
+State of a layer: labels and their age, codes and key factors, key means, log-sum-exp of the last step, resident rows
+and tail rows. The host rows, the selected rows and their slot table belong to the transfer engine.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ class CloPolicy:
     scores: HeadScores = dataclasses.field(compare=False)
     name = "clo"
 
-    # --- constants -----------------------------------------------------------------------------------------------------
+    # --- constants ----------------------------------------
 
     def tables(self) -> tuple[Tables, ...]:
         K, G, D = self.layout.num_kv_heads, self.layout.group, self.layout.head_dim
@@ -75,7 +75,7 @@ class CloPolicy:
     def allocate(self) -> Shared:
         return {"token": jnp.zeros((1,), jnp.uint32)}
 
-    # --- prefill -------------------------------------------------------------------------------------------------------
+    # --- prefill ----------------------------------------
 
     def absorb(
         self, kind: tuple[int, ...], tables: Tables, prompt: Prefilled, layer: jax.Array, shared: Shared
@@ -132,7 +132,7 @@ class CloPolicy:
         codes, factors = hash_encode(keys, weights, mean)
         return pad_tokens(codes, S), pad_tokens(factors, S)
 
-    # --- decode --------------------------------------------------------------------------------------------------------
+    # --- decode ----------------------------------------
 
     def prefetch(
         self, layer: int, tables: Tables, query: jax.Array, at: Position, state: LayerState, shared: Shared
@@ -217,7 +217,7 @@ def take_tail(rows: jax.Array, lengths: jax.Array, sink: int, tail_rows: int) ->
     """The tail buffer after a prompt: sink rows, then the ring of the newest tokens.
 
     rows [B, K, N, 2, D], lengths [B] -> [B, K, T, 2, D]. Row j >= sink holds the newest token p with
-    (p - sink) mod (T - sink) = j - sink; rows that no token maps to yet hold arbitrary rows, which attention never reads.
+    (p - sink) mod (T - sink) = j - sink; rows that no token maps to yet hold anything: attention never reads them.
     """
     ring = tail_rows - sink
     j = jnp.arange(tail_rows, dtype=jnp.int32)[None, :]
