@@ -107,7 +107,7 @@ def _family(config: Mapping[str, Any]):
     model_type, named = config.get("model_type"), config.get("architectures")
     if model_type is None and named:
         model_type = next((t for t, f in FAMILIES.items() if f.HF_ARCHITECTURE in named), named)
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise _refuse("model_type", model_type, ", ".join(FAMILIES))
     family = FAMILIES[model_type]
     if named and list(named) != [family.HF_ARCHITECTURE]:
@@ -133,38 +133,39 @@ def _refuse_sliding_window(config: Mapping[str, Any]) -> None:
 
 
 def _rope(config: Mapping[str, Any]) -> RopeConfig:
-    layouts = [key for key in ("rope_parameters", "rope_scaling") if config.get(key) is not None]
-    read = [_rope_of(key, config[key], config) for key in layouts] or [_rope_of("rope_scaling", {}, config)]
+    layouts = {key: config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key) is not None}
+    for key, given in layouts.items():
+        if not isinstance(given, Mapping):
+            raise _refuse(key, given, "an object or null")
+    holders = (*layouts.values(), config)
+    for holder in holders:
+        if holder.get("partial_rotary_factor") not in (None, 1):
+            raise _refuse("partial_rotary_factor", holder["partial_rotary_factor"], "1 (rotary over the whole head)")
+    bases = [_number("rope_theta", h["rope_theta"]) for h in holders if h.get("rope_theta") is not None]
+    if not bases:
+        raise _refuse("rope_theta", None, "a number, in rope_parameters or beside rope_scaling; it has no default")
+    if any(base != bases[0] for base in bases):
+        raise _refuse("rope_theta", bases, f"one base; {', '.join(layouts)} and the top level disagree")
+    read = [_rope_of(key, given, bases[0], config) for key, given in layouts.items()]
     if any(other != read[0] for other in read):
         raise _refuse("rope_scaling", config["rope_scaling"], "the same values as rope_parameters when both are given")
-    return read[0]
+    return read[0] if read else RopeConfig(bases[0])
 
 
-def _rope_of(where: str, given: Any, config: Mapping[str, Any]) -> RopeConfig:
-    if not isinstance(given, Mapping):
-        raise _refuse(where, given, "an object or null")
+def _rope_of(where: str, given: Mapping[str, Any], theta: float, config: Mapping[str, Any]) -> RopeConfig:
     if unknown := sorted(set(given) - _ROPE_KNOWN):
         raise _refuse(f"{where}.{unknown[0]}", given[unknown[0]], ", ".join(sorted(_ROPE_KNOWN)))
     rope_type = given.get("rope_type", given.get("type"))
     rope_type = "default" if rope_type is None else rope_type
-    if rope_type not in _ROPE_REQUIRED:
+    if not isinstance(rope_type, str) or rope_type not in _ROPE_REQUIRED:
         raise _refuse(f"{where}.rope_type", rope_type, ", ".join(_ROPE_REQUIRED))
-    for holder in (given, config):
-        if holder.get("partial_rotary_factor") not in (None, 1, 1.0):
-            raise _refuse("partial_rotary_factor", holder["partial_rotary_factor"], "1 (rotary over the whole head)")
-    bases = [h["rope_theta"] for h in (given, config) if h.get("rope_theta") is not None]
-    if not bases:
-        raise _refuse("rope_theta", None, "a number, in rope_parameters or beside rope_scaling; it has no default")
-    if any(base != bases[0] for base in bases):
-        raise _refuse("rope_theta", bases, f"one base; {where} and the top level disagree")
     parameters = {key: given.get(key) for key in _ROPE_REQUIRED[rope_type]}
     parameters |= {key: given[key] for key in _ROPE_OPTIONAL.get(rope_type, ()) if given.get(key) is not None}
     if rope_type == "yarn":
         parameters.setdefault("original_max_position_embeddings", _integer(config, "max_position_embeddings"))
     for key, value in parameters.items():
-        if key == "truncate":
-            if not isinstance(value, bool):
-                raise _refuse(f"{where}.{key}", value, "true or false")
-        else:
+        if key != "truncate":
             parameters[key] = _number(f"{where}.{key}", value)
-    return RopeConfig(_number("rope_theta", bases[0]), rope_type, tuple(sorted(parameters.items())))
+        elif not isinstance(value, bool):
+            raise _refuse(f"{where}.{key}", value, "true or false")
+    return RopeConfig(theta, rope_type, tuple(sorted(parameters.items())))
