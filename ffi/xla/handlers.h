@@ -5,6 +5,7 @@
 #include "xla/ffi/api/ffi.h"
 
 #define CLO_HANDLERS(X) \
+  X(attend) \
   X(cache_lookup)
 
 #define CLO_DECLARE_HANDLER(name) extern "C" XLA_FFI_Error* clo_##name(XLA_FFI_CallFrame* frame);
