@@ -92,7 +92,9 @@ class CloPolicy:
         query = prompt.query.reshape(B, lay.num_kv_heads, G, D)[:, heads].reshape(B, Ko * G, D)
         keys = rows[:, :, :, 0]
         valid = jax.lax.broadcasted_iota(jnp.int32, (B, 1, keys.shape[2]), 2) < prompt.lengths[:, None, None]
+        # RaBitQ's estimator wants centred keys; HATA's codes are of the keys as they are.
         mean = masked_mean(keys, valid)
+        mean = mean if self.config.retriever == "sign" else jnp.zeros_like(mean)
         codes, factors = self._encode(keys, tables["weights"], mean)
         token = offload(
             rows, jnp.zeros_like(prompt.lengths), prompt.lengths, layer, shared["token"],
