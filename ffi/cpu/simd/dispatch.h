@@ -8,6 +8,7 @@
 namespace clo {
 
 struct CodesTable;
+struct ScoresTable;
 
 // generic (x86-64-v2, or whatever another architecture has), avx2 (x86-64-v3) or avx512 (v4 with VPOPCNTDQ, VBMI, VNNI:
 // Ice Lake, Zen 4 and later): the best that this machine has, or what CLO_JAX_ISA names. Throws std::invalid_argument
@@ -15,5 +16,6 @@ struct CodesTable;
 const char* isa_name();
 
 const CodesTable& codes_table();
+const ScoresTable& scores_table();
 
 }  // namespace clo
