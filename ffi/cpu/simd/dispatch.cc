@@ -5,7 +5,11 @@
 #include <string>
 
 #include "cpu/simd/codes.h"
+<<<<<<< HEAD
 #include "cpu/simd/rows.h"
+=======
+#include "cpu/simd/scores.h"
+>>>>>>> codes
 
 namespace clo {
 namespace {
@@ -61,6 +65,7 @@ Isa isa() {
 const char* isa_name() { return kNames[static_cast<int>(isa())]; }
 
 const CodesTable& codes_table() { return CLO_PICK(codes); }
+const ScoresTable& scores_table() { return CLO_PICK(scores); }
 
 const RowsTable& rows_table() { return CLO_PICK(rows); }
 
