@@ -5,11 +5,8 @@
 #include <string>
 
 #include "cpu/simd/codes.h"
-<<<<<<< HEAD
 #include "cpu/simd/rows.h"
-=======
 #include "cpu/simd/scores.h"
->>>>>>> codes
 
 namespace clo {
 namespace {

@@ -8,11 +8,8 @@
 namespace clo {
 
 struct CodesTable;
-<<<<<<< HEAD
 struct RowsTable;
-=======
 struct ScoresTable;
->>>>>>> codes
 
 // generic (x86-64-v2, or whatever another architecture has), avx2 (x86-64-v3) or avx512 (v4 with VPOPCNTDQ, VBMI, VNNI:
 // Ice Lake, Zen 4 and later): the best that this machine has, or what CLO_JAX_ISA names. Throws std::invalid_argument
@@ -20,10 +17,7 @@ struct ScoresTable;
 const char* isa_name();
 
 const CodesTable& codes_table();
-<<<<<<< HEAD
 const RowsTable& rows_table();
-=======
 const ScoresTable& scores_table();
->>>>>>> codes
 
 }  // namespace clo
