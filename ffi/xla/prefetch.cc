@@ -37,7 +37,7 @@ ffi::Error run(ffi::AnyBuffer query, ffi::AnyBuffer label, ffi::Buffer<ffi::S32>
                ffi::Buffer<ffi::S32> end, ffi::Buffer<ffi::S32> k, ffi::Buffer<ffi::S32> capacity,
                ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::U32>, ffi::Result<ffi::AnyBuffer> label_out,
                ffi::Result<ffi::Buffer<ffi::S32>> age_out, ffi::Result<ffi::Buffer<ffi::PRED>> hit,
-               ffi::Result<ffi::Buffer<ffi::U32>>, ffi::Result<ffi::Buffer<ffi::S32, 3>> indices, int64_t engine,
+               ffi::Result<ffi::Buffer<ffi::U32>>, ffi::Result<ffi::Buffer<ffi::S32>> indices, int64_t engine,
                std::string_view retriever, bool whole, float scale) {
   PrefetchParams p;
   CacheLookupParams& l = p.lookup;
@@ -45,7 +45,8 @@ ffi::Error run(ffi::AnyBuffer query, ffi::AnyBuffer label, ffi::Buffer<ffi::S32>
   if (!translate(query.element_type(), &l.dtype)) return invalid("prefetch", "query must be float32 or bfloat16");
   if (!translate(retriever, &s.retriever)) return invalid("prefetch", "retriever must be sign, hata or exact");
   const auto q = query.dimensions(), w = weights.dimensions();
-  if (q.size() != 3 || w.size() != 3) return invalid("prefetch", "query must be [B, H, D] and weights [Ko, D, R]");
+  if (q.size() != 3 || w.size() != 3 || indices->dimensions().size() != 3)
+    return invalid("prefetch", "query must be [B, H, D], weights [Ko, D, R] and indices [B, Ko, k_max]");
   const int64_t B = q[0], H = q[1], D = q[2], Ko = w[0], R = w[2];
   EngineCall call;
   if (ffi::Error error = find_layer("prefetch", engine, layer, B, Ko, D, l.dtype, &call); error.failure())
@@ -142,7 +143,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(clo_prefetch, clo::run,
                                   .Ret<xla::ffi::Buffer<xla::ffi::S32>>()          // age, aliased
                                   .Ret<xla::ffi::Buffer<xla::ffi::PRED>>()         // hit [B, Ko]
                                   .Ret<xla::ffi::Buffer<xla::ffi::U32>>()          // token, aliased
-                                  .Ret<xla::ffi::Buffer<xla::ffi::S32, 3>>()       // indices [B, Ko, k_max], scratch
+                                  .Ret<xla::ffi::Buffer<xla::ffi::S32>>()          // indices [B, Ko, k_max], scratch
                                   .Attr<int64_t>("engine")
                                   .Attr<std::string_view>("retriever")
                                   .Attr<bool>("whole")
