@@ -129,7 +129,7 @@ class Engine:
         self._live().clear_counters()
 
     def reset(self) -> None:
-        """Empties all slot tables, clears failures and restarts the threads, dead ones too; keeps host rows and counters.
+        """Empties all slot tables, clears failures and restarts the threads, dead ones too. Keeps rows and counters.
 
         No program that uses the engine may be running."""
         self._live().reset()
