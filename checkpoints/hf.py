@@ -33,6 +33,7 @@ class HuggingFaceFolder:
     """
 
     kind = "safetensors"
+    rotary_pairs_adjacent = False
 
     def __init__(self, folder: Path):
         self.path = folder
@@ -65,7 +66,7 @@ class HuggingFaceFolder:
                 f"{folder}: dtypes other than F32, F16 and BF16 are not supported:\n  " + "\n  ".join(unknown)
             )
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, as_stored: bool = False) -> np.ndarray:
         info = self.tensors[name]
         dtype = np.dtype(info.dtype)
         count = int(np.prod(info.shape, dtype=np.int64))

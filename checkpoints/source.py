@@ -27,7 +27,8 @@ class Source(Protocol):
 
     `tensors` is keyed by Hugging Face name, [out, in] kernels, rotary halves split (not interleaved). `read` returns one
     tensor in float32, float16 or bfloat16. `config` and `generation_config` are in Hugging Face form. `texts` are the
-    files to write beside the parameters, by name. `notes` say what was assumed.
+    files to write beside the parameters, by name. `notes` say what was assumed. `rotary_pairs_adjacent`: whether rotary
+    pairs of Q and K are neighbours in the file, which `read(name, as_stored=True)` leaves as it is.
     """
 
     kind: str
@@ -38,8 +39,9 @@ class Source(Protocol):
     generation_config: Mapping[str, Any] | None
     tensors: Mapping[str, TensorInfo]
     notes: tuple[str, ...]
+    rotary_pairs_adjacent: bool
 
-    def read(self, name: str) -> np.ndarray: ...
+    def read(self, name: str, as_stored: bool = False) -> np.ndarray: ...
 
     def texts(self, tokenizer: Path | None, with_tokenizer: bool) -> dict[str, bytes]: ...
 
