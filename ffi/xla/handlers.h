@@ -6,7 +6,8 @@
 
 #define CLO_HANDLERS(X) \
   X(attend) \
-  X(cache_lookup)
+  X(cache_lookup) \
+  X(offload)
 
 #define CLO_DECLARE_HANDLER(name) extern "C" XLA_FFI_Error* clo_##name(XLA_FFI_CallFrame* frame);
 CLO_HANDLERS(CLO_DECLARE_HANDLER)
