@@ -25,6 +25,10 @@ struct CodesTable {
 
   // out [tokens, 32·panels] = x·W.
   void (*project)(const float* x, int64_t tokens, const Panels& w, float* out);
+
+  // step = max|z| / 7, levels = round(z / step), ties to even; returns the step. Levels and step are 0 when z is zero or
+  // not finite.
+  float (*quantise)(const float* z, int64_t bits, int8_t* levels);
 };
 
 const CodesTable* codes_table_generic();

@@ -91,7 +91,28 @@ void project(const float* x, int64_t tokens, const Panels& w, float* out) {
   });
 }
 
-constexpr CodesTable kTable = {centre<float>, centre<uint16_t>, encode, project};
+float quantise(const float* z, int64_t bits, int8_t* levels) {
+  float largest = 0;
+  bool finite = true;
+  for (int64_t i = 0; i < bits; ++i) {
+    const float m = __builtin_fabsf(z[i]);
+    largest = m > largest ? m : largest;
+    finite &= __builtin_isfinite(z[i]) != 0;
+  }
+  const float step = largest / 7;
+  const bool usable = finite && step > 0;
+  for (int64_t i = 0; i < bits; ++i) levels[i] = 0;
+  if (!usable) return 0;
+  for (int64_t i = 0; i < bits; ++i) {
+    // The clamp is for steps so small that dividing by them is inexact.
+    float level = __builtin_nearbyintf(z[i] / step);
+    level = level > 7 ? 7 : level < -7 ? -7 : level;
+    levels[i] = static_cast<int8_t>(static_cast<int32_t>(level));
+  }
+  return step;
+}
+
+constexpr CodesTable kTable = {centre<float>, centre<uint16_t>, encode, project, quantise};
 
 }  // namespace
 

@@ -9,6 +9,7 @@ namespace clo {
 
 struct CodesTable;
 struct RowsTable;
+struct ScoresTable;
 
 // generic (x86-64-v2, or whatever another architecture has), avx2 (x86-64-v3) or avx512 (v4 with VPOPCNTDQ, VBMI, VNNI:
 // Ice Lake, Zen 4 and later): the best that this machine has, or what CLO_JAX_ISA names. Throws std::invalid_argument
@@ -17,5 +18,6 @@ const char* isa_name();
 
 const CodesTable& codes_table();
 const RowsTable& rows_table();
+const ScoresTable& scores_table();
 
 }  // namespace clo
