@@ -1,10 +1,8 @@
 #include <exception>
-#include <memory>
 #include <string>
 
 #include "clo/params.h"
-#include "host/engine.h"
-#include "xla/common.h"
+#include "xla/engine_call.h"
 #include "xla/handlers.h"
 
 namespace clo {
@@ -15,16 +13,6 @@ using F32 = ffi::Buffer<ffi::F32>;
 using F16 = ffi::Buffer<ffi::F16>;
 using S32 = ffi::Buffer<ffi::S32>;
 using U32 = ffi::Buffer<ffi::U32>;
-
-struct Ready {
-  Engine* engine;
-  int64_t layer;
-};
-
-std::string wait(void* context) {
-  const Ready* ready = static_cast<const Ready*>(context);
-  return ready->engine->wait(ready->layer);
-}
 
 // Positions are data, so Python cannot check them. Returns what is wrong, or nothing.
 std::string check_positions(const AttendParams& p) {
@@ -45,15 +33,12 @@ std::string check_positions(const AttendParams& p) {
   return "";
 }
 
-// The engine's layer must be the one that the operands describe.
+// What find_layer does not compare, and what would lead outside of the arenas. Returns what is wrong, or nothing.
 std::string check_view(const AttendParams& p) {
   const LayerView& v = p.view;
-  if (v.batch != p.batch || v.kv_heads != p.offloaded_heads || v.head_dim != p.head_dim || v.dtype != p.dtype ||
-      v.max_tokens != p.max_tokens)
-    return "engine: its layer has batch " + std::to_string(v.batch) + ", KV heads " + std::to_string(v.kv_heads) +
-           ", head dim " + std::to_string(v.head_dim) + ", capacity " + std::to_string(v.max_tokens) +
-           "; the operands have " + std::to_string(p.batch) + ", " + std::to_string(p.offloaded_heads) + ", " +
-           std::to_string(p.head_dim) + ", " + std::to_string(p.max_tokens) + ", or another dtype";
+  if (v.max_tokens != p.max_tokens)
+    return "engine: its context capacity is " + std::to_string(v.max_tokens) + ", that of the codes " +
+           std::to_string(p.max_tokens);
   for (int64_t i = 0; i < v.batch * v.kv_heads; ++i)
     if (v.slot_counts[i] < 0 || v.slot_counts[i] > v.num_slots)
       return "engine: a head has " + std::to_string(v.slot_counts[i]) + " filled slots of " +
@@ -61,22 +46,22 @@ std::string check_view(const AttendParams& p) {
   return "";
 }
 
-ffi::Error checked(AttendParams& p, int64_t handle, int64_t layer) {
+ffi::Error checked(AttendParams& p, int64_t handle, S32 layer) {
   std::string wrong = check_positions(p);
   if (!wrong.empty()) return invalid("attend", wrong);
-  std::shared_ptr<Engine> engine;
-  Ready ready{};
+  EngineCall call;
   if (p.offloaded_heads > 0) {
-    engine = find_engine(handle);
-    if (engine == nullptr) return invalid("attend", "engine: no engine has handle " + std::to_string(handle));
-    p.view = engine->layer(layer);
+    if (ffi::Error error =
+            find_layer("attend", handle, layer, p.batch, p.offloaded_heads, p.head_dim, p.dtype, &call);
+        error.failure())
+      return error;
+    p.view = call.view;
     wrong = check_view(p);
     if (!wrong.empty()) return invalid("attend", wrong);
-    ready = {engine.get(), layer};
-    p.ready = {wait, &ready};
+    p.ready = ready_wait(&call);
   }
   const std::string error = attend(p);
-  return error.empty() ? ffi::Error::Success() : ffi::Error::Internal(error);
+  return error.empty() ? ffi::Error::Success() : transfer_failed("attend", error);
 }
 
 ffi::Error run(AnyBuffer query, AnyBuffer key, AnyBuffer value, F32 weights, F32 mean, S32 position, S32 flushed,
@@ -127,7 +112,7 @@ ffi::Error run(AnyBuffer query, AnyBuffer key, AnyBuffer value, F32 weights, F32
   p.lse = lse->typed_data();
   token_out->typed_data()[0] = token.typed_data()[0];
   try {
-    return checked(p, engine, layer.typed_data()[0]);
+    return checked(p, engine, layer);
   } catch (const std::exception& e) {
     return ffi::Error::Internal(std::string("clo_attend: ") + e.what());
   }

@@ -62,8 +62,7 @@ Isa isa() {
 const char* isa_name() { return kNames[static_cast<int>(isa())]; }
 
 const CodesTable& codes_table() { return CLO_PICK(codes); }
-const ScoresTable& scores_table() { return CLO_PICK(scores); }
-
 const RowsTable& rows_table() { return CLO_PICK(rows); }
+const ScoresTable& scores_table() { return CLO_PICK(scores); }
 
 }  // namespace clo

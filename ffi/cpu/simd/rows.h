@@ -14,7 +14,7 @@ struct RowsBlock {
   const void* const* rows;  // [count] addresses, 1 <= count <= kRowsBlock; they need not be contiguous
   int64_t count;
   const void* const* next;  // [next_count] rows of the call after this one, which are prefetched meanwhile
-  int64_t next_count;
+  int64_t next_count;       // <= count
   // In and out: the partial result so far (softmax_state.h), with scores in base 2.
   float* max;  // [G]
   float* sum;  // [G]

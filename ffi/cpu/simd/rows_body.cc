@@ -73,18 +73,26 @@ CLO_INLINE Vec exp2(Vec t) {
   return t < -126.0f ? Vec{} : p;
 }
 
-// Every cache line of a row.
+// Every cache line of the key or of the value of a row.
 template <typename T>
-CLO_INLINE void prefetch(const void* row, int64_t D) {
-  const char* p = static_cast<const char*>(row);
-  const int64_t bytes = 2 * D * static_cast<int64_t>(sizeof(T));
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 3);
+CLO_INLINE void prefetch(const T* half, int64_t D) {
+  const char* p = reinterpret_cast<const char*>(half);
+  for (int64_t i = 0; i < D * static_cast<int64_t>(sizeof(T)); i += 64) __builtin_prefetch(p + i, 0, 3);
 }
+
+// Rows of the next block. Their prefetches go between the arithmetic of this one: in a burst they would fill the
+// machine's miss buffers and stall it.
+template <typename T>
+struct Next {
+  const T* const* rows;
+  int64_t count;
+};
 
 // scores[g][r] = q[g]·K[r]; `rows` is padded to a multiple of kRows.
 template <typename T, int G>
-CLO_INLINE void score(const float* q, const T* const* rows, int64_t count, int64_t D, float* scores) {
+CLO_INLINE void score(const float* q, const T* const* rows, int64_t count, int64_t D, Next<T> next, float* scores) {
   for (int64_t r = 0; r < count; r += kRows) {
+    for (int64_t i = r; i < r + kRows && i < next.count; ++i) prefetch(next.rows[i], D);
     Vec a[G][kRows] = {};
     int64_t c = 0;
     for (; c + kLanes <= D; c += kLanes) {
@@ -138,13 +146,14 @@ CLO_INLINE float weigh(float* scores, int64_t count, float* max, float* total) {
 // acc[g][c..] = acc[g][c..] * kept[g] + Σ_r weights[g][r]·V[r][c..] over C vectors of the head dim.
 template <typename T, int G, int C>
 CLO_INLINE void accumulate(const float* weights, const T* const* rows, int64_t count, int64_t D, int64_t c,
-                       const float* kept, float* acc) {
+                           const float* kept, Next<T> next, float* acc) {
   Vec a[G][C];
   CLO_UNROLL
   for (int g = 0; g < G; ++g)
     CLO_UNROLL
     for (int i = 0; i < C; ++i) a[g][i] = load(acc + g * D + c + i * kLanes) * kept[g];
   for (int64_t r = 0; r < count; ++r) {
+    if (r < next.count) prefetch(next.rows[r] + D, D);
     const T* v = rows[r] + D + c;
     Vec x[C];
     CLO_UNROLL
@@ -164,16 +173,17 @@ CLO_INLINE void accumulate(const float* weights, const T* const* rows, int64_t c
 
 template <typename T, int G>
 CLO_INLINE void heads(const RowsBlock& b, const T* const* rows, int64_t g0) {
+  const Next<T> none{nullptr, 0}, next = g0 == 0 ? Next<T>{reinterpret_cast<const T* const*>(b.next), b.next_count} : none;
   const int64_t D = b.head_dim;
   alignas(64) float weights[G * kRowsBlock];
   float kept[G];
   float* acc = b.acc + g0 * D;
-  score<T, G>(b.query + g0 * D, rows, b.count, D, weights);
+  score<T, G>(b.query + g0 * D, rows, b.count, D, next, weights);
   CLO_UNROLL
   for (int g = 0; g < G; ++g) kept[g] = weigh(weights + g * kRowsBlock, b.count, b.max + g0 + g, b.sum + g0 + g);
   int64_t c = 0;
-  for (; c + 4 * kLanes <= D; c += 4 * kLanes) accumulate<T, G, 4>(weights, rows, b.count, D, c, kept, acc);
-  for (; c + kLanes <= D; c += kLanes) accumulate<T, G, 1>(weights, rows, b.count, D, c, kept, acc);
+  for (; c + 4 * kLanes <= D; c += 4 * kLanes) accumulate<T, G, 4>(weights, rows, b.count, D, c, kept, c == 0 ? next : none, acc);
+  for (; c + kLanes <= D; c += kLanes) accumulate<T, G, 1>(weights, rows, b.count, D, c, kept, c == 0 ? next : none, acc);
   for (; c < D; ++c) {
     CLO_UNROLL
     for (int g = 0; g < G; ++g) {
@@ -189,7 +199,6 @@ void attend_rows(const RowsBlock& b) {
   const T* rows[kRowsBlock];
   for (int64_t r = 0; r < b.count; ++r) rows[r] = static_cast<const T*>(b.rows[r]);
   for (int64_t r = b.count; r % kRows; ++r) rows[r] = rows[0];  // scored, then overwritten or never read
-  for (int64_t r = 0; r < b.next_count; ++r) prefetch<T>(b.next[r], b.head_dim);
   int64_t g = 0;
   for (; g + kHeads <= b.group; g += kHeads) heads<T, kHeads>(b, rows, g);
   if (kHeads > 2 && g + 3 == b.group) {
