@@ -5,14 +5,8 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
-from clo_jax.cli import _console
+from clo_jax.cli import _console, chat, convert, demo, doctor, generate, inspect
 from clo_jax.cli._options import Debug, NoProgress, Quiet
-from clo_jax.cli.chat import chat
-from clo_jax.cli.convert import convert
-from clo_jax.cli.demo import demo
-from clo_jax.cli.doctor import doctor
-from clo_jax.cli.generate import generate
-from clo_jax.cli.inspect import inspect
 
 
 class _Group(TyperGroup):
@@ -37,7 +31,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Long-context decoding in JAX with the KV cache offloaded to host memory.",
 )
-for verb in (convert, inspect, doctor, generate, chat, demo):
+for verb in (
+    convert.convert,
+    inspect.inspect,
+    doctor.doctor,
+    generate.generate,
+    chat.chat,
+    demo.demo,
+):
     app.command()(verb)
 
 
@@ -68,5 +69,5 @@ def root(
 
 def main(args: list[str] | None = None) -> None:
     """Runs the command line (of the process when `args` is None) and exits with its code."""
-    _console.verbosity.__init__()
+    _console.reset()
     app(args=args, prog_name="clo-jax")

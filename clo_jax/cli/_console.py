@@ -31,6 +31,12 @@ class Verbosity:
 verbosity = Verbosity()
 
 
+def reset() -> None:
+    """Back to the defaults."""
+    global verbosity
+    verbosity = Verbosity()
+
+
 def stderr() -> Console:
     """A console on the present sys.stderr (NO_COLOR honoured by rich)."""
     return Console(stderr=True, highlight=False)

@@ -50,7 +50,7 @@ def chat(
     with _console.progress("loading"):
         llm = LLM.load(checkpoint, dtype=dtype.value, max_context=max_context, max_batch=1, **load)
     with llm:
-        if llm.tokenizer is None or llm.tokenizer.chat_template is None:
+        if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
             raise ValueError(f"CKPT: got {checkpoint}, which has no chat template, wanted one with it (see generate)")
         _console.note("/quit leaves, Ctrl-C cancels an answer")
         converse(llm, system, {**options, "max_new_tokens": max_new_tokens}, _read_line)

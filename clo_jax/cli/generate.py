@@ -23,7 +23,7 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
 
 def wants_chat(llm: Any, chat: bool | None) -> bool:
     """Whether the chat template is used: as told, else when the checkpoint has one (and stderr says so)."""
-    has_template = llm.tokenizer is not None and llm.tokenizer.chat_template is not None
+    has_template = llm.tokenizer is not None and llm.tokenizer.has_chat_template
     if chat and not has_template:
         raise ValueError("--chat: got a checkpoint without a chat template, wanted one with it (or --no-chat)")
     if chat is None and has_template:
@@ -140,7 +140,7 @@ def generate(
                     "prompt_tokens": answer.prompt_tokens,
                     "completion_tokens": answer.completion_tokens,
                     "metrics": answer.metrics,
-                    "settings": {**llm.describe(), "clo": load.get("clo"), **options},
+                    "settings": {**llm.describe(), "load": load, "generate": options},
                 }
             )
         else:
