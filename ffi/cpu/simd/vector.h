@@ -1,0 +1,79 @@
+// Float vectors as wide as the instruction set that this file is compiled for. For *_body.cc files only: everything here
+// is static, because an inline function compiled for AVX-512 could be the copy that the linker keeps for everybody.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+// CLO_TABLE(codes) is codes_table_avx2 in the file that is compiled for avx2.
+#define CLO_PASTE_(name, isa) name##_table_##isa
+#define CLO_PASTE(name, isa) CLO_PASTE_(name, isa)
+#define CLO_TABLE(name) CLO_PASTE(name, CLO_ISA)
+
+#define CLO_INLINE static inline __attribute__((always_inline))
+
+namespace clo {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float Vec __attribute__((vector_size(4 * kLanes)));
+
+CLO_INLINE Vec load(const float* p) {
+  Vec v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+CLO_INLINE void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
+
+CLO_INLINE Vec splat(float x) { return Vec{} + x; }
+
+// Bit i is set iff lane i is greater than 0 (NaN is not).
+CLO_INLINE uint32_t positive(Vec v) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask(v, _mm512_setzero_ps(), _CMP_GT_OQ);
+#elif defined(__AVX__)
+  return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(v, _mm256_setzero_ps(), _CMP_GT_OQ)));
+#elif defined(__SSE__)
+  return static_cast<uint32_t>(_mm_movemask_ps(_mm_cmpgt_ps(v, _mm_setzero_ps())));
+#else
+  uint32_t bits = 0;
+  for (int i = 0; i < kLanes; ++i) bits |= static_cast<uint32_t>(v[i] > 0) << i;
+  return bits;
+#endif
+}
+
+// Sum of the lanes, by halves: the order is fixed by the width.
+CLO_INLINE float sum(Vec v) {
+  float lanes[kLanes];
+  store(lanes, v);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+
+CLO_INLINE float bits_to_float(uint32_t u) {
+  float f;
+  std::memcpy(&f, &u, 4);
+  return f;
+}
+
+CLO_INLINE uint32_t float_to_bits(float f) {
+  uint32_t u;
+  std::memcpy(&u, &f, 4);
+  return u;
+}
+
+}  // namespace
+}  // namespace clo
