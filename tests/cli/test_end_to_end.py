@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import socket
 
 import numpy as np
 import pytest
@@ -139,6 +140,28 @@ def test_no_checkpoint_is_a_failed_run(run, tmp_path):
     assert result.code == 1
     assert result.err.startswith("error: ") and "nothing" in result.err
     assert "Traceback" not in result.err
+
+
+def snapshot(folder):
+    return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(folder.rglob("*"))}
+
+
+def test_using_a_checkpoint_changes_none_of_its_files(run, checkpoint):
+    before = snapshot(checkpoint)
+    generate(run, checkpoint)
+    run("inspect", checkpoint)
+    assert len(before) > 5 and snapshot(checkpoint) == before
+
+
+def test_no_network(run, source, tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError(f"a connection was tried: {args}")
+
+    for name in ("connect", "connect_ex", "sendto"):
+        monkeypatch.setattr(socket.socket, name, refuse, raising=True)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    assert run("convert", source, tmp_path / "out").code == 0
+    assert generate(run, tmp_path / "out")["completion_tokens"] == 24
 
 
 def test_chat(run, checkpoint, monkeypatch):
