@@ -78,7 +78,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint folder: tokenizer.json, and for chats tokenizer_config.json and chat_template.jinja.
+    """The tokenizer of a checkpoint folder: tokenizer.json; for chats tokenizer_config.json and chat_template.jinja.
 
     Make it with `Tokenizer.from_folder`. Calls from several threads are safe.
     """
@@ -149,7 +149,9 @@ class Tokenizer:
         except (jinja2.TemplateError, TypeError) as error:
             raise ValueError(f"messages: the chat template refuses them: {error}") from None
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **extra) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **extra
+    ) -> list[int]:
         """Token ids of `render_chat`. Nothing is added: the template writes its own special tokens."""
         return self.encode(self.render_chat(messages, add_generation_prompt, **extra), add_special_tokens=False)
 
@@ -166,7 +168,9 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
         named = {item.get("name"): item.get("template") for item in template if isinstance(item, Mapping)}
         template = named.get("default")
     if template is not None and not isinstance(template, str):
-        raise CheckpointError(f"{folder / _TOKENIZER_CONFIG}: chat_template: got {type(template).__name__}, wanted text")
+        raise CheckpointError(
+            f"{folder / _TOKENIZER_CONFIG}: chat_template: got {type(template).__name__}, wanted text"
+        )
     return template
 
 
