@@ -118,6 +118,9 @@ class Tokenizer:
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
 
+    def id_to_token(self, token_id: int) -> str | None:
+        return self._backend.id_to_token(token_id)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. `add_special_tokens`: add what tokenizer.json adds around a text (mostly BOS)."""
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
