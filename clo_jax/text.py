@@ -78,7 +78,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint folder: tokenizer.json, and for chats tokenizer_config.json and chat_template.jinja.
+    """The tokenizer of a checkpoint folder: tokenizer.json; for chats tokenizer_config.json and chat_template.jinja.
 
     Make it with `Tokenizer.from_folder`. Calls from several threads are safe.
     """
@@ -117,6 +117,9 @@ class Tokenizer:
 
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        return self._backend.id_to_token(token_id)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. `add_special_tokens`: add what tokenizer.json adds around a text (mostly BOS)."""
