@@ -1,7 +1,7 @@
 """Checkpoints: Hugging Face folders and GGUF files to Orbax, and from there into memory.
 
-    result = convert("SmolLM2-135M-Instruct", "out")
-    config, params, info = load_checkpoint("out")
+result = convert("SmolLM2-135M-Instruct", "out")
+config, params, info = load_checkpoint("out")
 """
 
 from clo_jax.checkpoints.convert import ConvertResult, convert

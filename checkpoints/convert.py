@@ -1,7 +1,7 @@
 """From a Hugging Face folder or a GGUF file to a checkpoint folder.
 
-All or nothing: everything is written into a sibling folder, flushed to disk and renamed. What a killed conversion leaves
-is that one folder, which does not load and which the next conversion to the same place removes.
+All or nothing: everything is written into a sibling folder, flushed to disk and renamed. What a killed conversion
+leaves is that one folder, which does not load and which the next conversion to the same place removes.
 """
 
 import contextlib
@@ -144,9 +144,7 @@ def _write_params(item: Path, source: Source, table: list[keys.Entry], dtype: np
     return total
 
 
-def _verify(
-    source: Source, item: Path, config: ModelConfig, dtype: str, total: int, report: Progress
-) -> Verification:
+def _verify(source: Source, item: Path, config: ModelConfig, dtype: str, total: int, report: Progress) -> Verification:
     done = 0
 
     def advance(num_bytes: int) -> None:

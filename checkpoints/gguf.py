@@ -51,8 +51,8 @@ class GgufFile:
     """A `Source` (see source.py) over one file.
 
     Raises:
-      CheckpointError: not a GGUF file or cut off, a split or big-endian one, an architecture other than llama and qwen2,
-        a quantization that the library cannot undo.
+      CheckpointError: not a GGUF file or cut off, a split or big-endian one, an architecture other than llama and
+        qwen2, a quantization that the library cannot undo.
     """
 
     kind = "gguf"
@@ -140,7 +140,10 @@ def _dequantizable(kind) -> bool:
     import gguf
 
     try:
-        return kind.name in _PLAIN or gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind).size > 0
+        return (
+            kind.name in _PLAIN
+            or gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind).size > 0
+        )
     except (NotImplementedError, KeyError):
         return False
 

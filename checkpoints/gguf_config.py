@@ -55,7 +55,10 @@ def hf_config(
         raise CheckpointError(f"{family}.attention.sliding_window: supported: full attention only")
     if "model.embed_tokens.weight" not in shapes:
         raise CheckpointError("token_embd.weight is missing")
-    heads, hidden = _integer(metadata, f"{family}.attention.head_count"), _integer(metadata, f"{family}.embedding_length")
+    heads, hidden = (
+        _integer(metadata, f"{family}.attention.head_count"),
+        _integer(metadata, f"{family}.embedding_length"),
+    )
     head_dim = _head_dim(metadata, family, hidden, heads)
     epsilon = metadata.get(f"{family}.attention.layer_norm_rms_epsilon")
     if not isinstance(epsilon, float):
@@ -126,7 +129,9 @@ def _rope(
     original = given.pop("original_context_length", None)
     given.pop("finetuned", None)
     if given:
-        raise CheckpointError(f"{prefix}{min(given)}: got {given[min(given)]!r}, supported: type, factor and original length")
+        raise CheckpointError(
+            f"{prefix}{min(given)}: got {given[min(given)]!r}, supported: type, factor and original length"
+        )
     if kind not in ("none", "linear", "yarn"):
         raise CheckpointError(f"{prefix}type: got {kind!r}, supported: none, linear, yarn")
     if divisors is not None:
@@ -152,5 +157,7 @@ def _llama3(base: float, head_dim: int, divisors: np.ndarray) -> dict[str, Any] 
     blend = np.clip((turns - low) / (high - low), 0, 1)
     wanted = 1 / ((1 - blend) / factor + blend)
     if divisors.shape != wanted.shape or not np.allclose(divisors, wanted, rtol=1e-4):
-        raise CheckpointError(f"rope_freqs.weight: not the divisors of a llama3 scaling with factor {factor} and {_LLAMA3}")
+        raise CheckpointError(
+            f"rope_freqs.weight: not the divisors of a llama3 scaling with factor {factor} and {_LLAMA3}"
+        )
     return {"rope_type": "llama3", "factor": factor, **_LLAMA3}

@@ -28,8 +28,8 @@ class HuggingFaceFolder:
     """A `Source` (see source.py) over a folder. The whole header work is done, and every defect found, at construction.
 
     Raises:
-      CheckpointError: a missing or malformed file, a missing shard, a tensor in two shards, in the wrong one or in none,
-        a dtype other than fp32, fp16 and bf16.
+      CheckpointError: a missing or malformed file, a missing shard, a tensor in two shards, in the wrong one or in
+        none, a dtype other than fp32, fp16 and bf16.
     """
 
     kind = "safetensors"

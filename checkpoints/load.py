@@ -86,8 +86,8 @@ def load_checkpoint(
       The architecture; the parameters, nested dicts of `jax.Array` (the nesting of `models.build`); what else is known.
 
     Raises:
-      CheckpointError: no checkpoint there (the message says what is), an unknown format version, a missing, cut or changed
-        file, an unsupported configuration, arrays that do not match it.
+      CheckpointError: no checkpoint there (the message says what is), an unknown format version, a missing, cut or
+        changed file, an unsupported configuration, arrays that do not match it.
       ValueError: another dtype.
     """
     if dtype not in ("auto", "float32", "bfloat16"):
@@ -95,7 +95,9 @@ def load_checkpoint(
     config, info = read_info(path)
     abstract = abstract_params(config, np.dtype(jax.numpy.dtype(info.dtype if dtype == "auto" else dtype)))
     if sharding is not None:
-        shardings = jax.tree.map(lambda _: sharding, abstract) if isinstance(sharding, jax.sharding.Sharding) else sharding
+        shardings = (
+            jax.tree.map(lambda _: sharding, abstract) if isinstance(sharding, jax.sharding.Sharding) else sharding
+        )
         abstract = jax.tree.map(
             lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), abstract, shardings
         )

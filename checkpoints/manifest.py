@@ -1,4 +1,4 @@
-"""The checkpoint folder: its manifest, what kind of folder a path is, and whether its files are as they were written."""
+"""The checkpoint folder: its manifest, what kind of folder a path is, whether its files are as they were written."""
 
 import dataclasses
 import os
@@ -63,7 +63,9 @@ class Manifest:
         if value["dtype"] not in ("float32", "bfloat16"):
             raise CheckpointError(f"{file}: dtype: got {value['dtype']!r}, wanted float32 or bfloat16")
         try:
-            files = {name: StoredFile(int(entry["bytes"]), str(entry["sha256"])) for name, entry in value["files"].items()}
+            files = {
+                name: StoredFile(int(entry["bytes"]), str(entry["sha256"])) for name, entry in value["files"].items()
+            }
         except (KeyError, TypeError, ValueError):
             raise CheckpointError(f"{file}: files: wanted bytes and sha256 for each") from None
         return cls(**{key: value[key] for key in kinds} | {"files": files})
@@ -73,8 +75,8 @@ def locate(path: str | os.PathLike) -> Path:
     """The checkpoint folder at `path` (relative, with `~`, a link or a trailing slash alike), made absolute.
 
     Raises:
-      CheckpointError: no checkpoint is there; says what is there instead: nothing, a Hugging Face folder, a GGUF file, an
-        unfinished conversion, or a checkpoint one level up or down.
+      CheckpointError: no checkpoint is there; says what is there instead: nothing, a Hugging Face folder, a GGUF file,
+        an unfinished conversion, or a checkpoint one level up or down.
     """
     given, path = path, Path(path).expanduser().resolve()
     if not path.exists():

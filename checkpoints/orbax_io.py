@@ -93,12 +93,15 @@ def metadata(path: str | os.PathLike) -> dict[keys.Path, jax.ShapeDtypeStruct]:
         raise CheckpointError(f"{path}: its metadata cannot be read: {_first_line(error)}") from error
 
 
-def load(path: str | os.PathLike, abstract: Tree) -> dict[Any, Any]:
+def load(
+    path: str | os.PathLike, abstract: Tree, stored: Mapping[keys.Path, jax.ShapeDtypeStruct] | None = None
+) -> dict[Any, Any]:
     """Reads an item into `abstract`: nested dicts of `jax.ShapeDtypeStruct` with shapes as stored, any float dtype, and
     the shardings to load into (None: the default device). Shardings at the time of saving do not matter. Each device's
     shard is read by itself; nothing is written.
 
-    A leaf may be `jax.ShapeDtypeStruct` or None; None is left out and comes back as None.
+    A leaf may also be None: it is left out and comes back as None. `stored`: what `metadata(path)` gave, to save
+    reading it once more.
 
     Raises:
       CheckpointError: no complete item, arrays other than those wanted (all listed), or unreadable data.
@@ -106,7 +109,7 @@ def load(path: str | os.PathLike, abstract: Tree) -> dict[Any, Any]:
     from orbax.checkpoint import v1 as ocp
 
     path = resolved(path)
-    wanted, stored = keys.flatten(abstract), metadata(path)
+    wanted, stored = keys.flatten(abstract), metadata(path) if stored is None else stored
     _check_arrays(path, wanted, stored)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 

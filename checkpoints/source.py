@@ -25,10 +25,10 @@ class TensorInfo:
 class Source(Protocol):
     """A model to convert.
 
-    `tensors` is keyed by Hugging Face name, [out, in] kernels, rotary halves split (not interleaved). `read` returns one
-    tensor in float32, float16 or bfloat16. `config` and `generation_config` are in Hugging Face form. `texts` are the
-    files to write beside the parameters, by name. `notes` say what was assumed. `rotary_pairs_adjacent`: whether rotary
-    pairs of Q and K are neighbours in the file, which `read(name, as_stored=True)` leaves as it is.
+    `tensors` is keyed by Hugging Face name, [out, in] kernels, rotary halves split (not interleaved). `read` returns
+    one tensor in float32, float16 or bfloat16. `config` and `generation_config` are in Hugging Face form. `texts` are
+    the files to write beside the parameters, by name. `notes` say what was assumed. `rotary_pairs_adjacent`: whether
+    rotary pairs of Q and K are neighbours in the file, which `read(name, as_stored=True)` leaves as it is.
     """
 
     kind: str

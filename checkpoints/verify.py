@@ -1,8 +1,8 @@
 """Checks a converted checkpoint against its source: every tensor, and the logits of a short prompt.
 
 The logits of the source are computed in NumPy straight from the tensors as the source stores them ([out, in] kernels;
-for a GGUF Llama with rotary pairs as neighbours), those of the checkpoint by our models, so that a wrong name, transpose
-or permutation shows however it came about. Both walk layer by layer: one layer is in memory at a time.
+for a GGUF Llama with rotary pairs as neighbours), those of the checkpoint by our models, so that a wrong name,
+transpose or permutation shows however it came about. Both walk layer by layer: one layer is in memory at a time.
 """
 
 import dataclasses
@@ -48,40 +48,29 @@ def verify(
     Raises:
       CheckpointError: names the first tensor that differs, or tells how far the logits are apart.
     """
-    table = keys.match(source, abstract_params(config, jnp.dtype(dtype)))
-    for group in _groups(table):
-        loaded = keys.flatten(_load(item, table, group, jnp.dtype(dtype)))
+    dtype = jnp.dtype(dtype)
+    table = keys.match(source, abstract_params(config, dtype))
+    stored = orbax_io.metadata(item)
+
+    def checked(group: list[keys.Entry]) -> dict[Any, Any]:
+        """These parameters of the item, in float32, after a comparison with the source."""
+        wanted = {entry.path: jax.ShapeDtypeStruct(entry.shape, dtype) for entry in group}
+        loaded = orbax_io.load(item, keys.unflatten({e.path: wanted.get(e.path) for e in table}), stored)
+        leaves = keys.flatten(loaded)
         for entry in group:
-            wanted = keys.to_ours(source.read(entry.name), entry, jnp.dtype(dtype))
-            found = np.asarray(loaded[entry.path])
-            if wanted.tobytes() != found.tobytes():
+            array = keys.to_ours(source.read(entry.name), entry, dtype)
+            if array.tobytes() != np.asarray(leaves[entry.path]).tobytes():
                 raise CheckpointError(f"{item}: {entry.ours} differs from {entry.name} in {source.path}")
             if progress is not None:
-                progress(wanted.nbytes)
+                progress(array.nbytes)
+        return keys.unflatten({entry.path: leaves[entry.path].astype(jnp.float32) for entry in group})
+
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, _PROMPT_TOKENS)
-    ours, theirs = _our_logits(item, table, config, tokens), _source_logits(source, config, jnp.dtype(dtype), tokens)
+    ours, theirs = _our_logits(checked, table, config, tokens), _source_logits(source, config, dtype, tokens)
     difference, scale = float(np.abs(ours - theirs).max()), float(np.abs(theirs).max())
     if not difference <= _TOLERANCE * max(1.0, scale):
         raise CheckpointError(f"{item}: logits differ from those of {source.path} by {difference:.3g} of {scale:.3g}")
     return Verification(len(table), difference, scale)
-
-
-def _groups(table: list[keys.Entry]) -> list[list[keys.Entry]]:
-    """Entries by layer, then the rest."""
-    groups: dict[Any, list[keys.Entry]] = {}
-    for entry in table:
-        groups.setdefault(entry.path[:2] if entry.path[0] == "layers" else entry.path[0], []).append(entry)
-    return list(groups.values())
-
-
-def _load(item: Path, table: list[keys.Entry], group: list[keys.Entry], dtype: jnp.dtype) -> dict[Any, Any]:
-    wanted = {entry.path for entry in group}
-    return orbax_io.load(
-        item,
-        keys.unflatten(
-            {e.path: jax.ShapeDtypeStruct(e.shape, dtype) if e.path in wanted else None for e in table}
-        ),
-    )
 
 
 def _rope(config: ModelConfig) -> tuple[jax.Array, jax.Array]:
@@ -99,18 +88,19 @@ def _causal(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
     return np.einsum("hnm,mhd->nhd", weights / weights.sum(-1, keepdims=True), v)
 
 
-def _our_logits(item: Path, table: list[keys.Entry], config: ModelConfig, tokens: np.ndarray) -> np.ndarray:
-    """[N, V] by our models, from the item, in float32."""
-    layers = [group for group in _groups(table) if group[0].path[0] == "layers"]
-    rest = [entry for entry in table if entry.path[0] != "layers"]
-    rope, float32 = _rope(config), jnp.dtype(jnp.float32)
-    params = _load(item, table, rest, float32)
-    # What is around the layers is a model of one layer; which one does not matter.
-    around = merge(
-        dataclasses.replace(config, num_layers=1),
-        {**params, "layers": {0: _load(item, table, layers[0], float32)["layers"][0]}},
-    )
-    x = around.embed(jnp.asarray(tokens, jnp.int32)[None])
+def _our_logits(
+    checked: Callable[[list[keys.Entry]], dict[Any, Any]],
+    table: list[keys.Entry],
+    config: ModelConfig,
+    tokens: np.ndarray,
+) -> np.ndarray:
+    """[N, V] by our models in float32, from the parameters that `checked` gives, one layer at a time."""
+    layers: dict[int, list[keys.Entry]] = {}
+    for entry in table:
+        if entry.path[0] == "layers":
+            layers.setdefault(entry.path[1], []).append(entry)
+    around_params = checked([entry for entry in table if entry.path[0] != "layers"])
+    rope = _rope(config)
 
     @jax.jit
     def query_key_value(layer: Mapping, x: jax.Array):
@@ -120,11 +110,13 @@ def _our_logits(item: Path, table: list[keys.Entry], config: ModelConfig, tokens
     def finish(layer: Mapping, x: jax.Array, attended: jax.Array):
         return merge_layer(config, layer).finish(x, attended)
 
-    for group in layers:
-        index = group[0].path[1]
-        layer = _load(item, table, group, float32)["layers"][index]
+    x = jnp.take(around_params["embed"]["embedding"], jnp.asarray(tokens, jnp.int32), axis=0)[None]
+    for index, group in layers.items():
+        layer = checked(group)["layers"][index]
         q, k, v = (np.asarray(heads)[0] for heads in query_key_value(layer, x))
         x = finish(layer, x, jnp.asarray(_causal(q, k, v))[None])
+    # What is around the layers is a model of one layer; which one does not matter.
+    around = merge(dataclasses.replace(config, num_layers=1), {**around_params, "layers": {0: layer}})
     return np.asarray(around.logits(x))[0]
 
 

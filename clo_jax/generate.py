@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from clo_jax import models
 from clo_jax.config import ModelConfig
-from clo_jax.ops.causal_attention import causal_attention
+from clo_jax.ops.causal_attention import prefill_attention
 from clo_jax.policies.base import LayerState, Policy, Position, Prefilled, Shared, Tables
 from clo_jax.sampling import Sampling, greedy, sample
 
@@ -83,7 +83,7 @@ def prefill_layer(
 
     empty = tuple(jnp.zeros((B, N, heads, D), x.dtype) for heads in (H, K, K))
     q, k, v = jax.lax.fori_loop(0, num_chunks, project, empty)
-    attended = causal_attention(q, k, v, lengths)
+    attended = prefill_attention(q, k, v, lengths)
 
     def finish(i, out):
         start = jnp.minimum(i * chunk, N - chunk)

@@ -78,7 +78,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint folder: tokenizer.json, and for chats tokenizer_config.json and chat_template.jinja.
+    """The tokenizer of a checkpoint folder: tokenizer.json; for chats tokenizer_config.json and chat_template.jinja.
 
     Make it with `Tokenizer.from_folder`. Calls from several threads are safe.
     """
@@ -118,6 +118,9 @@ class Tokenizer:
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
 
+    def id_to_token(self, token_id: int) -> str | None:
+        return self._backend.id_to_token(token_id)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. `add_special_tokens`: add what tokenizer.json adds around a text (mostly BOS)."""
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -149,7 +152,9 @@ class Tokenizer:
         except (jinja2.TemplateError, TypeError) as error:
             raise ValueError(f"messages: the chat template refuses them: {error}") from None
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **extra) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **extra
+    ) -> list[int]:
         """Token ids of `render_chat`. Nothing is added: the template writes its own special tokens."""
         return self.encode(self.render_chat(messages, add_generation_prompt, **extra), add_special_tokens=False)
 
@@ -166,7 +171,9 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
         named = {item.get("name"): item.get("template") for item in template if isinstance(item, Mapping)}
         template = named.get("default")
     if template is not None and not isinstance(template, str):
-        raise CheckpointError(f"{folder / _TOKENIZER_CONFIG}: chat_template: got {type(template).__name__}, wanted text")
+        raise CheckpointError(
+            f"{folder / _TOKENIZER_CONFIG}: chat_template: got {type(template).__name__}, wanted text"
+        )
     return template
 
 

@@ -174,8 +174,8 @@ def prefetch(
     _check.multiple("query heads", H, "KV heads", Ko)
     _check.shape("weights", weights, (Ko, D, None), "[Ko, D, R]")
     _check.shape("codes", codes, (B, Ko, None, None), "[B, Ko, S, R/32]")
-    if retriever not in ("sign", "hata", "exact"):
-        raise ValueError(f"retriever: got {retriever!r}, wanted sign, hata or exact")
+    if retriever not in select_topk.RETRIEVERS:
+        raise ValueError(f"retriever: got {retriever!r}, wanted {', '.join(select_topk.RETRIEVERS)}")
     if refresh not in ("delta", "whole"):
         raise ValueError(f"refresh: got {refresh!r}, wanted delta or whole")
     if engine <= 0:
@@ -186,6 +186,8 @@ def prefetch(
         _check.multiple("hash bits", weights.shape[2], "the bits of a word", 32)
         _check.shape("codes", codes, (B, Ko, None, weights.shape[2] // 32), "[B, Ko, S, R/32]")
         _check.shape("factors", factors, codes.shape[:3], "[B, Ko, S]")
+        if H // Ko * weights.shape[2] > 65535:
+            raise ValueError(f"G·R: got {H // Ko * weights.shape[2]}, wanted less than 65536, which 16-bit keys hold")
     for name, array, want, letters, dtype in (
         ("label", label, (B, H, D), "[B, H, D]", query.dtype),
         ("age", age, (B, Ko), "[B, Ko]", jnp.int32),
@@ -229,7 +231,7 @@ def prefetch(
         layer,
         token,
         engine=np.int64(engine),
-        retriever=retriever,
+        retriever=np.int64(select_topk.RETRIEVERS.index(retriever)),
         whole=refresh == "whole",
         scale=np.float32(scale),
     )

@@ -1,6 +1,4 @@
-#include <algorithm>
 #include <exception>
-#include <string_view>
 
 #include "clo/params.h"
 #include "xla/engine_call.h"
@@ -8,14 +6,6 @@
 
 namespace clo {
 namespace {
-
-bool translate(std::string_view name, Retriever* out) {
-  if (name == "sign") *out = Retriever::kSign;
-  else if (name == "hata") *out = Retriever::kHata;
-  else if (name == "exact") *out = Retriever::kExact;
-  else return false;
-  return true;
-}
 
 // Empty when the operands of sequence b describe a selection that fits in the buffer.
 std::string selection_error(const PrefetchParams& p, int64_t b) {
@@ -38,12 +28,13 @@ ffi::Error run(ffi::AnyBuffer query, ffi::AnyBuffer label, ffi::Buffer<ffi::S32>
                ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::U32>, ffi::Result<ffi::AnyBuffer> label_out,
                ffi::Result<ffi::Buffer<ffi::S32>> age_out, ffi::Result<ffi::Buffer<ffi::PRED>> hit,
                ffi::Result<ffi::Buffer<ffi::U32>>, ffi::Result<ffi::Buffer<ffi::S32>> indices, int64_t engine,
-               std::string_view retriever, bool whole, float scale) {
+               int64_t retriever, bool whole, float scale) {
   PrefetchParams p;
   CacheLookupParams& l = p.lookup;
   SelectTopkParams& s = p.select;
   if (!translate(query.element_type(), &l.dtype)) return invalid("prefetch", "query must be float32 or bfloat16");
-  if (!translate(retriever, &s.retriever)) return invalid("prefetch", "retriever must be sign, hata or exact");
+  if (retriever < 0 || retriever > 2) return invalid("prefetch", "unknown retriever");
+  s.retriever = static_cast<Retriever>(retriever);
   const auto q = query.dimensions(), w = weights.dimensions();
   if (q.size() != 3 || w.size() != 3 || indices->dimensions().size() != 3)
     return invalid("prefetch", "query must be [B, H, D], weights [Ko, D, R] and indices [B, Ko, k_max]");
@@ -60,6 +51,7 @@ ffi::Error run(ffi::AnyBuffer query, ffi::AnyBuffer label, ffi::Buffer<ffi::S32>
       (!exact && (!has_shape(codes, {B, Ko, S, R / 32}) || !has_shape(factors, {B, Ko, S}))) ||
       !has_shape(begin, {B}) || !has_shape(end, {B}) || !has_shape(k, {B}) || !has_shape(capacity, {B}))
     return invalid("prefetch", "operand shapes do not agree with each other or with the engine's layer");
+  if (!exact && H / Ko * R > 65535) return invalid("prefetch", "G·R must be below 65536");
 
   l.batch = B;
   l.kv_heads = Ko;
@@ -78,7 +70,7 @@ ffi::Error run(ffi::AnyBuffer query, ffi::AnyBuffer label, ffi::Buffer<ffi::S32>
   s.kv_heads = Ko;
   s.group = l.group;
   s.head_dim = D;
-  s.bits = R;
+  s.bits = exact ? 0 : R;
   s.max_tokens = S;
   s.k_max = indices->dimensions()[2];
   s.dtype = l.dtype;
@@ -145,6 +137,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(clo_prefetch, clo::run,
                                   .Ret<xla::ffi::Buffer<xla::ffi::U32>>()          // token, aliased
                                   .Ret<xla::ffi::Buffer<xla::ffi::S32>>()          // indices [B, Ko, k_max], scratch
                                   .Attr<int64_t>("engine")
-                                  .Attr<std::string_view>("retriever")
+                                  .Attr<int64_t>("retriever")
                                   .Attr<bool>("whole")
                                   .Attr<float>("scale"));
