@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include "cpu/simd/dispatch.h"
 #include "xla/handlers.h"
 
 namespace nb = nanobind;
@@ -31,4 +32,5 @@ nb::dict build_info() {
 NB_MODULE(_host, m) {
   m.def("registrations", &registrations, "FFI target name -> capsule, for platform cpu.");
   m.def("build_info", &build_info, "How this module was built: jaxlib headers, compiler, build type, CUDA.");
+  m.def("isa", &clo::isa_name, "Instruction set of the CPU kernels: generic, avx2 or avx512 (CLO_JAX_ISA overrides).");
 }
