@@ -18,10 +18,10 @@ struct EngineConfig {
   int64_t num_slots = 0;    // C
   int64_t head_dim = 0;     // D
   DType dtype = DType::kF32;
-  int64_t threads = 1;
+  int64_t threads = 1;      // that move rows
   double timeout_s = 30.0;  // bound of every wait
   bool offload = true;      // false: rows stay put and attention reads them through the slot table; no threads
-  std::string backend = "host";
+  std::string backend = "auto";
 };
 
 struct Counters {
@@ -39,33 +39,39 @@ struct Counters {
 
 class Engine {
  public:
-  explicit Engine(EngineConfig config);  // throws std::invalid_argument, std::bad_alloc
-  ~Engine();                             // aborts, joins, frees
+  explicit Engine(EngineConfig config);  // throws std::invalid_argument, OutOfMemory (a std::bad_alloc)
+  ~Engine();                             // closes, frees
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  const EngineConfig& config() const;
+  const EngineConfig& config() const;  // with the backend that "auto" stood for
   LayerView layer(int64_t index) const;  // throws std::out_of_range
+  int64_t host_bytes() const;            // host rows and requests
+  int64_t device_bytes() const;          // selected rows and slot tables; without offload the rows too
 
   // Hands the layer's request to the transfer threads. Never blocks on the transfer itself. The previous request of the
-  // layer must be ready (attention of the layer has waited for it): else std::logic_error.
+  // layer must be ready (attention of the layer has waited for it): else std::logic_error. A request without moves
+  // leaves the layer ready. Returns the sequence number of the layer's last request that moves something.
   uint64_t post(int64_t layer);
 
   // Until the layer's last posted request is delivered. Empty on success, else why not (names layer, backend, sequence
-  // number): timeout, abort, or a transfer thread's error.
+  // number): timeout, abort, close, reset, or a transfer thread's error. After a timeout one may wait again.
   std::string wait(int64_t layer);
 
   void record_lookup(uint64_t hits, uint64_t misses, uint64_t rows_selected);
   void record_offload(uint64_t rows, uint64_t bytes);
 
   void abort(const std::string& why);  // every present and future wait fails until reset()
-  void reset();                        // quiesces transfers, empties slot tables, clears flags and errors; keeps counters
+  void reset();                        // ends and restarts the threads, empties slot tables, clears failures; keeps
+                                       // counters and host rows. Waits under way fail. std::logic_error once closed.
+  void close();                        // ends the threads; every wait fails from now on; memory stays until destruction
   Counters counters() const;
   void clear_counters();
 
-  // Test hooks: delay each copied job by a random time up to max_us (seeded); kill a thread after n jobs.
+  // Test hooks: delay each chunk by a random time up to max_us (seeded; 0: no more); end a thread, as an error of its
+  // link would, at the chunk after the next n.
   void inject_delay(int64_t max_us, uint64_t seed);
-  void inject_thread_death(int64_t after_jobs);
+  void inject_thread_death(int64_t after_chunks);
 
  private:
   struct Impl;

@@ -1,9 +1,17 @@
-// The Python module clo_jax._host: build facts and the FFI targets. Typed Python wrappers live in clo_jax/ops and
-// clo_jax/transfer; nothing else imports this module.
+// The Python module clo_jax._host: build facts, the FFI targets and the transfer engine. Typed Python wrappers live in
+// clo_jax/ops and clo_jax/transfer; nothing else imports this module.
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <initializer_list>
+#include <memory>
+#include <utility>
 
 #include "cpu/simd/dispatch.h"
+#include "host/backends/backend.h"
+#include "host/engine.h"
 #include "xla/handlers.h"
 
 namespace nb = nanobind;
@@ -18,19 +26,134 @@ nb::dict registrations() {
   return targets;
 }
 
+nb::list backends() {
+  nb::list list;
+  for (const clo::BackendInfo& b : clo::list_backends()) list.append(nb::make_tuple(b.name, b.available, b.reason));
+  return list;
+}
+
 nb::dict build_info() {
   nb::dict info;
   info["jaxlib"] = CLO_JAXLIB_VERSION;
   info["compiler"] = CLO_COMPILER;
   info["build_type"] = CLO_BUILD_TYPE;
   info["cuda"] = static_cast<bool>(CLO_CUDA_BUILD);
+  info["backends"] = backends();
   return info;
+}
+
+// An engine and its handle. Arrays that Python holds share the engine, so its memory outlives close() while they live.
+class Handle {
+ public:
+  Handle(std::vector<int64_t> kv_heads, int64_t batch, int64_t max_tokens, int64_t num_slots, int64_t head_dim,
+         bool bfloat16, std::string backend, int64_t threads, bool offload, double timeout_s) {
+    clo::EngineConfig c;
+    c.kv_heads = std::move(kv_heads);
+    c.batch = batch;
+    c.max_tokens = max_tokens;
+    c.num_slots = num_slots;
+    c.head_dim = head_dim;
+    c.dtype = bfloat16 ? clo::DType::kBF16 : clo::DType::kF32;
+    c.backend = std::move(backend);
+    c.threads = threads;
+    c.offload = offload;
+    c.timeout_s = timeout_s;
+    engine_ = std::make_shared<clo::Engine>(std::move(c));
+    number_ = clo::register_engine(engine_);
+  }
+  Handle(const Handle&) = delete;
+  Handle& operator=(const Handle&) = delete;
+  ~Handle() { close(); }
+
+  // A program that is waiting fails at once; one that runs keeps the engine's memory until it returns.
+  void close() {
+    engine_->close();
+    clo::unregister_engine(number_);
+    number_ = 0;
+  }
+
+  clo::Engine& engine() const { return *engine_; }
+  int64_t number() const { return number_; }
+
+  // A writable array over arena memory, or None where the layer has none.
+  nb::object array(void* data, std::initializer_list<int64_t> dims, nb::dlpack::dtype type) const {
+    if (data == nullptr) return nb::none();
+    std::vector<size_t> shape(dims.begin(), dims.end());
+    auto* share = new std::shared_ptr<clo::Engine>(engine_);
+    nb::capsule owner(share, [](void* p) noexcept { delete static_cast<std::shared_ptr<clo::Engine>*>(p); });
+    return nb::cast(nb::ndarray<nb::numpy>(data, shape.size(), shape.data(), owner, nullptr, type));
+  }
+
+ private:
+  std::shared_ptr<clo::Engine> engine_;
+  int64_t number_ = 0;
+};
+
+// The arrays of one layer by name; rows of a bfloat16 engine are uint16 here, and Python reinterprets them.
+nb::dict layer_arrays(const Handle& h, int64_t layer) {
+  const clo::LayerView v = h.engine().layer(layer);
+  const auto rows = v.dtype == clo::DType::kF32 ? nb::dtype<float>() : nb::dtype<uint16_t>();
+  const int64_t B = v.batch, Ko = v.kv_heads, S = v.max_tokens, C = v.num_slots, D = v.head_dim;
+  nb::dict a;
+  a["host_rows"] = h.array(v.host_rows, {B, Ko, S, 2, D}, rows);
+  a["selected_rows"] = h.array(v.selected_rows, {B, Ko, C, 2, D}, rows);
+  a["slot_tokens"] = h.array(v.slot_tokens, {B, Ko, C}, nb::dtype<int32_t>());
+  a["slot_last"] = h.array(v.slot_last, {B, Ko, C}, nb::dtype<uint16_t>());
+  a["slot_counts"] = h.array(v.slot_counts, {B, Ko}, nb::dtype<int32_t>());
+  a["refreshes"] = h.array(v.refreshes, {B, Ko}, nb::dtype<uint16_t>());
+  a["request_counts"] = h.array(v.request.counts, {B, Ko}, nb::dtype<int32_t>());
+  a["request_tokens"] = h.array(v.request.tokens, {B, Ko, C}, nb::dtype<int32_t>());
+  a["request_slots"] = h.array(v.request.slots, {B, Ko, C}, nb::dtype<int32_t>());
+  return a;
+}
+
+nb::dict counters(const Handle& h) {
+  const clo::Counters c = h.engine().counters();
+  nb::dict d;
+  d["requests"] = c.requests;
+  d["rows_posted"] = c.rows_posted;
+  d["rows_moved"] = c.rows_moved;
+  d["bytes_moved"] = c.bytes_moved;
+  d["rows_offloaded"] = c.rows_offloaded;
+  d["bytes_offloaded"] = c.bytes_offloaded;
+  d["wait_ns"] = c.wait_ns;
+  d["hits"] = c.hits;
+  d["misses"] = c.misses;
+  d["rows_selected"] = c.rows_selected;
+  return d;
+}
+
+void bind_engine(nb::module_& m) {
+  using Unlocked = nb::call_guard<nb::gil_scoped_release>;  // for whatever may block or take long
+  nb::class_<Handle>(m, "Engine")
+      .def(nb::init<std::vector<int64_t>, int64_t, int64_t, int64_t, int64_t, bool, std::string, int64_t, bool,
+                    double>(),
+           Unlocked(), nb::kw_only(), nb::arg("kv_heads"), nb::arg("batch"), nb::arg("max_tokens"),
+           nb::arg("num_slots"), nb::arg("head_dim"), nb::arg("bfloat16"), nb::arg("backend"), nb::arg("threads"),
+           nb::arg("offload"), nb::arg("timeout_s"))
+      .def_prop_ro("handle", &Handle::number)
+      .def_prop_ro("backend", [](const Handle& h) { return h.engine().config().backend; })
+      .def_prop_ro("host_bytes", [](const Handle& h) { return h.engine().host_bytes(); })
+      .def_prop_ro("device_bytes", [](const Handle& h) { return h.engine().device_bytes(); })
+      .def("post", [](const Handle& h, int64_t layer) { return h.engine().post(layer); }, Unlocked())
+      .def("wait", [](const Handle& h, int64_t layer) { return h.engine().wait(layer); }, Unlocked())
+      .def("abort", [](const Handle& h, const std::string& why) { h.engine().abort(why); }, Unlocked())
+      .def("reset", [](const Handle& h) { h.engine().reset(); }, Unlocked())
+      .def("close", &Handle::close, Unlocked())
+      .def("layer_arrays", &layer_arrays)
+      .def("counters", &counters)
+      .def("clear_counters", [](const Handle& h) { h.engine().clear_counters(); }, Unlocked())
+      .def("inject_delay", [](const Handle& h, int64_t us, uint64_t seed) { h.engine().inject_delay(us, seed); },
+           Unlocked())
+      .def("inject_thread_death", [](const Handle& h, int64_t n) { h.engine().inject_thread_death(n); }, Unlocked());
 }
 
 }  // namespace
 
 NB_MODULE(_host, m) {
   m.def("registrations", &registrations, "FFI target name -> capsule, for platform cpu.");
-  m.def("build_info", &build_info, "How this module was built: jaxlib headers, compiler, build type, CUDA.");
   m.def("isa", &clo::isa_name, "Instruction set of the CPU kernels: generic, avx2 or avx512 (CLO_JAX_ISA overrides).");
+  m.def("backends", &backends, "(name, available, reason) of every transfer backend, in the order of \"auto\".");
+  m.def("build_info", &build_info, "How this module was built: jaxlib headers, compiler, build type, CUDA, backends.");
+  bind_engine(m);
 }

@@ -5,8 +5,11 @@
 #include "xla/ffi/api/ffi.h"
 
 #define CLO_HANDLERS(X) \
-  X(cache_lookup)       \
-  X(hash_encode)        \
+  X(attend) \
+  X(cache_lookup) \
+  X(hash_encode) \
+  X(offload) \
+  X(prefetch) \
   X(select_topk)
 
 #define CLO_DECLARE_HANDLER(name) extern "C" XLA_FFI_Error* clo_##name(XLA_FFI_CallFrame* frame);

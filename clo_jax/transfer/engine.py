@@ -1,0 +1,265 @@
+"""The transfer engine: host rows, selected-rows buffers and the threads that move rows between them."""
+
+import dataclasses
+import operator
+import os
+from collections.abc import Sequence
+
+import ml_dtypes
+import numpy as np
+
+from clo_jax import _host
+from clo_jax.errors import MemoryPlanError, TransferError
+
+_DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
+
+
+@dataclasses.dataclass(frozen=True)
+class Counters:
+    """Counts since the engine was made or `clear_counters` was called. A row is one token's K and V of one head."""
+
+    requests: int  # requests with at least one row to move
+    rows_posted: int  # rows that prefetches asked for
+    rows_moved: int  # rows that transfers delivered; 0 without kv_offload, where nothing moves
+    bytes_moved: int
+    rows_offloaded: int  # rows written to the host by prefill and tail flushes
+    bytes_offloaded: int
+    wait_ns: int  # time that attention spent waiting for rows
+    hits: int  # head lookups that reused their set
+    misses: int  # head lookups that refreshed it
+    rows_selected: int  # k summed over refreshes: what whole-head refreshes would have moved
+
+
+def default_threads() -> int:
+    """Transfer threads when none are asked for: half of the cores that this process may use, 1 to 4."""
+    return max(1, min(4, len(os.sched_getaffinity(0)) // 2))
+
+
+class Engine:
+    """Arenas and transfer threads for the offloaded KV heads of a model. Usable from several Python threads.
+
+    Args:
+      kv_heads: offloaded KV heads Ko of each layer; 0 for a layer that keeps everything on the device.
+      batch: sequences B.
+      max_tokens: context capacity S.
+      num_slots: slots C of each head in the selected-rows buffer.
+      head_dim: D.
+      dtype: float32 or bfloat16, of rows.
+      backend: who moves the rows; "auto" takes the first that works here (clo_jax.transfer.backends lists them).
+      threads: transfer threads; None for half of the cores, at most 4.
+      kv_offload: False keeps rows where they are: attention reads them through the slot table, and nothing moves.
+      timeout_s: bound in seconds of every wait for rows.
+
+    Raises:
+      ValueError: a bad argument, or a backend that is unknown or not in this build.
+      MemoryPlanError: the system refuses the memory; names the bytes needed.
+    """
+
+    def __init__(
+        self,
+        kv_heads: Sequence[int],
+        batch: int,
+        max_tokens: int,
+        num_slots: int,
+        head_dim: int,
+        dtype,
+        backend: str = "auto",
+        threads: int | None = None,
+        kv_offload: bool = True,
+        timeout_s: float = 30.0,
+    ):
+        self._native = None
+        self._dtype = np.dtype(dtype)
+        if self._dtype not in _DTYPES:
+            raise ValueError(f"dtype: got {self._dtype}, wanted float32 or bfloat16")
+        self._threads = default_threads() if threads is None else _integer("threads", threads)
+        self._kv_offload = bool(kv_offload)
+        try:
+            self._native = _host.Engine(
+                kv_heads=[_integer("kv_heads", n) for n in kv_heads],
+                batch=_integer("batch", batch),
+                max_tokens=_integer("max_tokens", max_tokens),
+                num_slots=_integer("num_slots", num_slots),
+                head_dim=_integer("head_dim", head_dim),
+                bfloat16=self._dtype != np.float32,
+                backend=str(backend),
+                threads=self._threads,
+                offload=self._kv_offload,
+                timeout_s=float(timeout_s),
+            )
+        except MemoryError as error:
+            raise MemoryPlanError(str(error)) from error
+
+    def _live(self) -> _host.Engine:
+        if self._native is None:
+            raise TransferError("the engine is closed")
+        return self._native
+
+    @property
+    def handle(self) -> int:
+        """Number that ops name the engine by; never 0."""
+        return self._live().handle
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend; what "auto" stood for."""
+        return self._live().backend
+
+    @property
+    def threads(self) -> int:
+        """Transfer threads; 0 without kv_offload."""
+        return self._threads if self._kv_offload else 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host rows and requests; 0 without kv_offload."""
+        return self._live().host_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of selected rows and slot tables; without kv_offload everything."""
+        return self._live().device_bytes
+
+    def counters(self) -> Counters:
+        """A snapshot of the counts."""
+        return Counters(**self._live().counters())
+
+    def clear_counters(self) -> None:
+        """Sets every count to 0."""
+        self._live().clear_counters()
+
+    def reset(self) -> None:
+        """Empties all slot tables, clears failures and restarts the threads, dead ones too. Keeps rows and counters.
+
+        No program that uses the engine may be running."""
+        self._live().reset()
+
+    def abort(self, why: str) -> None:
+        """Makes every wait, present and future, fail with `why` until `reset`."""
+        self._live().abort(why)
+
+    def close(self) -> None:
+        """Ends the threads and releases the arenas (arrays handed out keep theirs). Idempotent. A program that still
+        names the engine fails with an error that says so."""
+        native, self._native = self._native, None
+        if native is not None:
+            native.close()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_native", None) is not None:
+            self.close()
+
+    def stage(self, layer: int, counts: np.ndarray, tokens: np.ndarray, slots: np.ndarray) -> None:
+        """Fills a layer's request, as a prefetch does; for probes and tests. Waits for the previous request first.
+
+        Args:
+          layer: index of the layer.
+          counts: [B, Ko] int32; moves of each head, 0 to C.
+          tokens: [B, Ko, C] int32; source token of each move, in [0, S).
+          slots: [B, Ko, C] int32; destination slot of each move, in [0, C), distinct within a head.
+
+        Raises:
+          ValueError: shapes or values that are not those above.
+          TransferError: the previous request was not delivered.
+        """
+        arrays = self._arrays(layer)
+        S, C = arrays["host_rows"].shape[2], arrays["slot_tokens"].shape[2]
+        counts, tokens, slots = np.asarray(counts), np.asarray(tokens), np.asarray(slots)
+        for name, array in (("counts", counts), ("tokens", tokens), ("slots", slots)):
+            want = arrays[f"request_{name}"].shape
+            if array.shape != want:
+                raise ValueError(f"{name}: got shape {array.shape}, wanted {want}")
+        _within("counts", counts, C + 1)
+        used = np.arange(C) < counts[..., None]
+        _within("tokens", tokens[used], S)
+        _within("slots", slots[used], C)
+        self.wait(layer)
+        arrays["request_counts"][...] = counts
+        arrays["request_tokens"][...] = tokens
+        arrays["request_slots"][...] = slots
+
+    def post(self, layer: int) -> int:
+        """Hands a layer's request to the transfer threads, and returns its sequence number. Does not wait.
+
+        Raises:
+          TransferError: the previous request is not delivered yet.
+        """
+        native = self._live()
+        try:
+            return native.post(layer)
+        except RuntimeError as error:
+            raise TransferError(str(error)) from error
+
+    def wait(self, layer: int) -> None:
+        """Returns once the layer's last request is delivered. The GIL is free meanwhile.
+
+        Raises:
+          TransferError: not within `timeout_s`, or aborted, or a transfer thread died; names layer, backend, request.
+        """
+        why = self._live().wait(layer)
+        if why:
+            raise TransferError(why)
+
+    def inject_delay(self, max_us: int, seed: int) -> None:
+        """For tests: every chunk of rows is late by a random time up to `max_us` microseconds; 0 ends it."""
+        self._live().inject_delay(_integer("max_us", max_us), _integer("seed", seed))
+
+    def inject_thread_death(self, after_chunks: int) -> None:
+        """For tests: the thread that takes the chunk after the next `after_chunks` dies of an error."""
+        self._live().inject_thread_death(_integer("after_chunks", after_chunks))
+
+    def _arrays(self, layer: int) -> dict[str, np.ndarray]:
+        arrays = self._live().layer_arrays(layer)
+        if arrays["host_rows"] is None:
+            raise ValueError(f"layer: got {layer}, which has no offloaded KV heads")
+        return arrays
+
+    def host_rows(self, layer: int) -> np.ndarray:
+        """[B, Ko, S, 2, D] in the engine's dtype, not a copy: rows that prefill and flushes have written."""
+        return self._arrays(layer)["host_rows"].view(self._dtype)
+
+    def selected_rows(self, layer: int) -> np.ndarray:
+        """[B, Ko, C, 2, D] in the engine's dtype, not a copy: rows that transfers have written."""
+        rows = self._arrays(layer)["selected_rows"]
+        if rows is None:
+            raise ValueError("selected_rows: there are none without kv_offload")
+        return rows.view(self._dtype)
+
+    def slot_tokens(self, layer: int) -> np.ndarray:
+        """[B, Ko, C] int32, not a copy: token in each slot, -1 when empty."""
+        return self._arrays(layer)["slot_tokens"]
+
+    def slot_last(self, layer: int) -> np.ndarray:
+        """[B, Ko, C] uint16, not a copy: number of the refresh that last selected the slot's token, modulo 2^16."""
+        return self._arrays(layer)["slot_last"]
+
+    def slot_counts(self, layer: int) -> np.ndarray:
+        """[B, Ko] int32, not a copy: filled slots, always a prefix."""
+        return self._arrays(layer)["slot_counts"]
+
+    def refreshes(self, layer: int) -> np.ndarray:
+        """[B, Ko] uint16, not a copy: refreshes of each head, modulo 2^16."""
+        return self._arrays(layer)["refreshes"]
+
+    def request(self, layer: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Copies of the layer's last request: counts [B, Ko], tokens [B, Ko, C], slots [B, Ko, C], all int32."""
+        arrays = self._arrays(layer)
+        return tuple(arrays[f"request_{name}"].copy() for name in ("counts", "tokens", "slots"))
+
+
+def _integer(name: str, value) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name}: got {value!r}, wanted an integer") from None
+
+
+def _within(name: str, values: np.ndarray, limit: int) -> None:
+    if values.size and (values.min() < 0 or values.max() >= limit):
+        raise ValueError(f"{name}: got values {values.min()} to {values.max()}, wanted [0, {limit})")

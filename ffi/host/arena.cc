@@ -1,0 +1,58 @@
+#include "host/arena.h"
+
+#include <sys/mman.h>
+
+#include <cerrno>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+#include <utility>
+
+namespace clo {
+namespace {
+
+// A smaller block would be rounded up to one huge page that it does not fill.
+constexpr int64_t kHugePage = int64_t{2} << 20;
+
+}  // namespace
+
+int64_t Arena::padded(int64_t count, int64_t element_bytes) {
+  int64_t bytes;
+  if (__builtin_mul_overflow(count, element_bytes, &bytes) || bytes > std::numeric_limits<int64_t>::max() - kAlignment)
+    throw OutOfMemory("an array of " + std::to_string(count) + " elements of " + std::to_string(element_bytes) +
+                      " bytes is larger than any memory");
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+Arena::Arena(int64_t bytes, const char* purpose) {
+  if (bytes == 0) return;
+  void* p = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (p == MAP_FAILED)
+    throw OutOfMemory(std::string(purpose) + ": " + std::to_string(bytes) + " bytes needed, " + std::strerror(errno));
+  // Only advice: without huge pages the arena works all the same.
+  if (bytes >= 2 * kHugePage) madvise(p, static_cast<size_t>(bytes), MADV_HUGEPAGE);
+  data_ = p;
+  size_ = bytes;
+}
+
+Arena::~Arena() {
+  if (data_ != nullptr) munmap(data_, static_cast<size_t>(size_));
+}
+
+Arena::Arena(Arena&& other) noexcept { *this = std::move(other); }
+
+Arena& Arena::operator=(Arena&& other) noexcept {
+  std::swap(data_, other.data_);
+  std::swap(size_, other.size_);
+  std::swap(used_, other.used_);
+  return *this;
+}
+
+void* Arena::take_bytes(int64_t padded_bytes) {
+  if (padded_bytes > size_ - used_) throw std::logic_error("arena: more taken than was planned");
+  void* p = static_cast<char*>(data_) + used_;
+  used_ += padded_bytes;
+  return p;
+}
+
+}  // namespace clo

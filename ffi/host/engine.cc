@@ -1,0 +1,117 @@
+#include "host/engine.h"
+
+#include <mutex>
+#include <stdexcept>
+#include <utility>
+
+#include "host/backends/backend.h"
+#include "host/layers.h"
+#include "host/transfers.h"
+
+namespace clo {
+namespace {
+
+void require(bool ok, const std::string& name, int64_t got, const char* wanted) {
+  if (!ok) throw std::invalid_argument(name + ": got " + std::to_string(got) + ", wanted " + wanted);
+}
+
+EngineConfig checked(EngineConfig c) {
+  require(!c.kv_heads.empty(), "kv_heads", 0, "at least one layer");
+  for (int64_t heads : c.kv_heads) require(heads >= 0, "kv_heads", heads, "an integer >= 0");
+  require(c.batch > 0, "batch", c.batch, "a positive integer");
+  require(c.max_tokens > 0 && c.max_tokens <= INT32_MAX, "max_tokens", c.max_tokens, "a positive 32-bit integer");
+  require(c.num_slots > 0 && c.num_slots <= INT32_MAX, "num_slots", c.num_slots, "a positive 32-bit integer");
+  require(c.head_dim > 0, "head_dim", c.head_dim, "a positive integer");
+  require(c.threads > 0 && c.threads <= 1024, "threads", c.threads, "an integer in [1, 1024]");
+  if (!(c.timeout_s > 0 && c.timeout_s <= 1e6)) throw std::invalid_argument("timeout_s: wanted a number in (0, 1e6]");
+  c.backend = resolve_backend(c.backend);
+  return c;
+}
+
+}  // namespace
+
+struct Engine::Impl {
+  explicit Impl(EngineConfig c)
+      : config(checked(std::move(c))),
+        layers(config),
+        transfers(config.offload ? config.backend : "", layers.views(), config.threads, config.timeout_s) {}
+
+  const EngineConfig config;
+  Layers layers;
+  mutable std::mutex mutex;  // of counters, which kernels report; the transfers count theirs
+  Counters counters;
+  Transfers transfers;  // last: its threads end before anything above goes
+};
+
+Engine::Engine(EngineConfig config) : impl_(std::make_unique<Impl>(std::move(config))) {}
+Engine::~Engine() = default;
+
+const EngineConfig& Engine::config() const { return impl_->config; }
+
+LayerView Engine::layer(int64_t index) const {
+  const auto& views = impl_->layers.views();
+  if (index < 0 || index >= static_cast<int64_t>(views.size()))
+    throw std::out_of_range("layer: got " + std::to_string(index) + ", wanted one of " +
+                            std::to_string(views.size()) + " layers");
+  return views[static_cast<size_t>(index)];
+}
+
+int64_t Engine::host_bytes() const { return impl_->layers.host_bytes(); }
+int64_t Engine::device_bytes() const { return impl_->layers.device_bytes(); }
+
+uint64_t Engine::post(int64_t index) {
+  layer(index);  // checks the index
+  return impl_->transfers.post(index);
+}
+
+std::string Engine::wait(int64_t index) {
+  layer(index);  // checks the index
+  return impl_->transfers.wait(index);
+}
+
+void Engine::record_lookup(uint64_t hits, uint64_t misses, uint64_t rows_selected) {
+  std::lock_guard<std::mutex> lock(impl_->mutex);
+  impl_->counters.hits += hits;
+  impl_->counters.misses += misses;
+  impl_->counters.rows_selected += rows_selected;
+}
+
+void Engine::record_offload(uint64_t rows, uint64_t bytes) {
+  std::lock_guard<std::mutex> lock(impl_->mutex);
+  impl_->counters.rows_offloaded += rows;
+  impl_->counters.bytes_offloaded += bytes;
+}
+
+void Engine::abort(const std::string& why) { impl_->transfers.abort(why); }
+void Engine::reset() {
+  impl_->transfers.reset([this] { impl_->layers.clear_slots(); });
+}
+void Engine::close() { impl_->transfers.close(); }
+
+Counters Engine::counters() const {
+  Counters counters;
+  {
+    std::lock_guard<std::mutex> lock(impl_->mutex);
+    counters = impl_->counters;
+  }
+  impl_->transfers.add_to(&counters);
+  return counters;
+}
+
+void Engine::clear_counters() {
+  std::lock_guard<std::mutex> lock(impl_->mutex);
+  impl_->counters = {};
+  impl_->transfers.clear_counters();
+}
+
+void Engine::inject_delay(int64_t max_us, uint64_t seed) {
+  require(max_us >= 0, "max_us", max_us, "an integer >= 0");
+  impl_->transfers.inject_delay(max_us, seed);
+}
+
+void Engine::inject_thread_death(int64_t after_chunks) {
+  require(after_chunks >= 0, "after_chunks", after_chunks, "an integer >= 0");
+  impl_->transfers.inject_thread_death(after_chunks);
+}
+
+}  // namespace clo

@@ -1,0 +1,29 @@
+// The arenas of all layers and the views into them.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "clo/protocol.h"
+#include "host/arena.h"
+#include "host/engine.h"
+
+namespace clo {
+
+class Layers {
+ public:
+  explicit Layers(const EngineConfig& config);  // throws OutOfMemory
+
+  const std::vector<LayerView>& views() const { return views_; }
+  int64_t host_bytes() const;
+  int64_t device_bytes() const;
+
+  void clear_slots();  // empties every slot table and request; rows stay
+
+ private:
+  bool offload_;
+  Arena host_, selected_, tables_, requests_;
+  std::vector<LayerView> views_;
+};
+
+}  // namespace clo

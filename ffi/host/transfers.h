@@ -1,0 +1,102 @@
+// The transfer threads: they share the chunks of posted requests, and the last one to finish a request publishes its
+// number as the layer's ready number. One mutex guards the queue and everything that is not an atomic; it is taken
+// once per chunk of at least 16 KiB.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "clo/protocol.h"
+#include "host/backends/backend.h"
+#include "host/engine.h"
+#include "host/transfer_queue.h"
+
+namespace clo {
+
+class Transfers {
+ public:
+  // `backend` empty: nothing moves, no threads, every post is ready at once.
+  Transfers(const std::string& backend, const std::vector<LayerView>& views, int64_t threads, double timeout_s);
+  ~Transfers();
+
+  uint64_t post(int64_t layer);
+  std::string wait(int64_t layer);
+  void abort(const std::string& why);
+  void close();
+
+  // Ends the threads, calls `clear` while none runs, and starts them again.
+  template <typename Clear>
+  void reset(Clear clear) {
+    std::lock_guard<std::mutex> control(control_);
+    stop("the engine was reset during the wait");
+    clear();
+    restart();
+  }
+
+  void add_to(Counters* counters) const;
+  void clear_counters();
+  void inject_delay(int64_t max_us, uint64_t seed);
+  void inject_thread_death(int64_t after_chunks);
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+  using Clock = std::chrono::steady_clock;
+
+  struct alignas(64) Flag {  // one cache line per layer, so that no wait disturbs another layer's
+    std::atomic<uint64_t> posted{0}, ready{0};
+  };
+  struct Chunks {  // of a layer's request: chunk i is jobs[begin[i], begin[i + 1])
+    std::vector<Job> jobs;
+    std::vector<size_t> begin;
+    uint64_t rows = 0;
+  };
+
+  void stop(const std::string& why);  // both need control_
+  void restart();
+  void run(int64_t thread);
+  bool await_work(Lock& lock);
+  void serve(const TransferQueue::Claim& claim);
+  void inject();
+  void fail(const std::string& why);  // needs mutex_
+  void cut(int64_t layer);
+  std::string describe(int64_t layer, uint64_t sequence) const;
+
+  const std::string name_;
+  const std::vector<LayerView> views_;
+  const int64_t num_threads_;
+  const double timeout_s_;
+  const std::unique_ptr<Backend> backend_;
+  const std::unique_ptr<Flag[]> flags_;
+
+  std::mutex control_;  // one reset or close at a time; taken before mutex_
+  std::vector<std::thread> threads_;
+  bool started_ = false, closed_ = false;  // under control_
+
+  mutable std::mutex mutex_;
+  std::condition_variable work_;       // a request was posted, or the threads are to end
+  std::condition_variable delivered_;  // a layer became ready, or a failure
+  std::condition_variable interrupt_;  // cuts injected delays short
+  TransferQueue queue_;
+  std::vector<Chunks> chunks_;
+  std::string failure_;
+  bool stopping_ = false;
+  uint64_t generation_ = 0;  // of resets: a wait that spans one has lost its request
+  Counters counters_;
+  std::atomic<bool> failed_{false};
+  std::atomic<bool> wake_{false};  // what an idle thread spins on: work or an end
+  std::atomic<uint64_t> wait_ns_{0};
+
+  std::atomic<bool> injecting_{false};
+  int64_t max_delay_us_ = 0;
+  std::mt19937_64 random_;
+  int64_t chunks_to_death_ = -1;
+};
+
+}  // namespace clo
