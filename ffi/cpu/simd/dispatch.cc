@@ -5,6 +5,7 @@
 #include <string>
 
 #include "cpu/simd/codes.h"
+#include "cpu/simd/rows.h"
 #include "cpu/simd/scores.h"
 
 namespace clo {
@@ -61,6 +62,7 @@ Isa isa() {
 const char* isa_name() { return kNames[static_cast<int>(isa())]; }
 
 const CodesTable& codes_table() { return CLO_PICK(codes); }
+const RowsTable& rows_table() { return CLO_PICK(rows); }
 const ScoresTable& scores_table() { return CLO_PICK(scores); }
 
 }  // namespace clo

@@ -8,6 +8,7 @@
 namespace clo {
 
 struct CodesTable;
+struct RowsTable;
 struct ScoresTable;
 
 // generic (x86-64-v2, or whatever another architecture has), avx2 (x86-64-v3) or avx512 (v4 with VPOPCNTDQ, VBMI, VNNI:
@@ -16,6 +17,7 @@ struct ScoresTable;
 const char* isa_name();
 
 const CodesTable& codes_table();
+const RowsTable& rows_table();
 const ScoresTable& scores_table();
 
 }  // namespace clo

@@ -1,0 +1,221 @@
+// Compiled once per instruction set (CLO_ISA). Vectors are the compiler's own (GCC and Clang), as wide as the set.
+#include "cpu/simd/rows.h"
+
+#include "cpu/simd/vector.h"
+
+// Loops over constants must unroll completely, or the vectors they index live on the stack.
+#define CLO_UNROLL _Pragma("GCC unroll 16")
+
+namespace clo {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kHeads = 4;  // query heads that share one pass: 32 registers
+#else
+constexpr int kHeads = 2;  // 16 registers
+#endif
+constexpr int kRows = 4;  // rows that share one pass over the query
+
+typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t BitVec __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t HalfVec __attribute__((vector_size(2 * kLanes)));
+typedef float Vec4 __attribute__((vector_size(16)));
+
+// bfloat16 is the upper half of a float.
+CLO_INLINE Vec load(const uint16_t* p) {
+  HalfVec half;
+  __builtin_memcpy(&half, p, sizeof half);
+  return (Vec)(__builtin_convertvector(half, BitVec) << 16);
+}
+
+CLO_INLINE float element(const float* p) { return *p; }
+
+CLO_INLINE float element(const uint16_t* p) {
+  return bits_to_float(static_cast<uint32_t>(*p) << 16);
+}
+
+// Adds the upper half to the lower one until four floats are left.
+CLO_INLINE Vec4 fold(Vec4 x) { return x; }
+
+#if defined(__AVX__)
+typedef float Vec8 __attribute__((vector_size(32)));
+CLO_INLINE Vec4 fold(Vec8 x) { return __builtin_shufflevector(x, x, 0, 1, 2, 3) + __builtin_shufflevector(x, x, 4, 5, 6, 7); }
+#endif
+#if defined(__AVX512F__)
+CLO_INLINE Vec4 fold(Vec x) {
+  return fold(__builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
+              __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15));
+}
+#endif
+
+// The sums of four vectors.
+CLO_INLINE Vec4 sum4(const Vec* x) {
+  const Vec4 a = fold(x[0]), b = fold(x[1]), c = fold(x[2]), d = fold(x[3]);
+#if defined(__SSE3__)
+  return _mm_hadd_ps(_mm_hadd_ps(a, b), _mm_hadd_ps(c, d));
+#else
+  return Vec4{a[0] + a[1] + a[2] + a[3], b[0] + b[1] + b[2] + b[3], c[0] + c[1] + c[2] + c[3], d[0] + d[1] + d[2] + d[3]};
+#endif
+}
+
+// 2^t for t <= 0: the integer part goes into the exponent, the rest (within half of 0) through a minimax polynomial.
+CLO_INLINE Vec exp2(Vec t) {
+  const Vec clamped = t < -126.0f ? Vec{} - 126.0f : t;
+  const IntVec whole = __builtin_convertvector(clamped - 0.5f, IntVec);
+  const Vec f = clamped - __builtin_convertvector(whole, Vec);
+  Vec p = f * 1.5353362e-4f + 1.3398875e-3f;
+  p = p * f + 9.6184369e-3f;
+  p = p * f + 5.5503324e-2f;
+  p = p * f + 2.4022648e-1f;
+  p = p * f + 6.9314718e-1f;
+  p = p * f + 1.0f;
+  p *= (Vec)((whole + 127) << 23);
+  return t < -126.0f ? Vec{} : p;
+}
+
+// Every cache line of the key or of the value of a row.
+template <typename T>
+CLO_INLINE void prefetch(const T* half, int64_t D) {
+  const char* p = reinterpret_cast<const char*>(half);
+  for (int64_t i = 0; i < D * static_cast<int64_t>(sizeof(T)); i += 64) __builtin_prefetch(p + i, 0, 3);
+}
+
+// Rows of the next block. Their prefetches go between the arithmetic of this one: in a burst they would fill the
+// machine's miss buffers and stall it.
+template <typename T>
+struct Next {
+  const T* const* rows;
+  int64_t count;
+};
+
+// scores[g][r] = q[g]·K[r]; `rows` is padded to a multiple of kRows.
+template <typename T, int G>
+CLO_INLINE void score(const float* q, const T* const* rows, int64_t count, int64_t D, Next<T> next, float* scores) {
+  for (int64_t r = 0; r < count; r += kRows) {
+    for (int64_t i = r; i < r + kRows && i < next.count; ++i) prefetch(next.rows[i], D);
+    Vec a[G][kRows] = {};
+    int64_t c = 0;
+    for (; c + kLanes <= D; c += kLanes) {
+      Vec k[kRows];
+      CLO_UNROLL
+      for (int j = 0; j < kRows; ++j) k[j] = load(rows[r + j] + c);
+      CLO_UNROLL
+      for (int g = 0; g < G; ++g) {
+        const Vec x = load(q + g * D + c);
+        CLO_UNROLL
+        for (int j = 0; j < kRows; ++j) a[g][j] += x * k[j];
+      }
+    }
+    CLO_UNROLL
+    for (int g = 0; g < G; ++g) {
+      Vec4 s = sum4(a[g]);
+      for (int64_t i = c; i < D; ++i)
+        CLO_UNROLL
+        for (int j = 0; j < kRows; ++j) s[j] += q[g * D + i] * element(rows[r + j] + i);
+      __builtin_memcpy(scores + g * kRowsBlock + r, &s, sizeof s);
+    }
+  }
+}
+
+// Turns one head's scores into weights relative to the new maximum; returns what the old accumulator is worth now.
+CLO_INLINE float weigh(float* scores, int64_t count, float* max, float* total) {
+  const float inf = __builtin_inff();
+  const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
+  for (int64_t r = count; r < padded; ++r) scores[r] = -inf;
+  Vec top = load(scores);
+  for (int64_t r = kLanes; r < padded; r += kLanes) {
+    const Vec x = load(scores + r);
+    top = x > top ? x : top;
+  }
+  const float before = *max;
+  float after = before;
+  for (int i = 0; i < kLanes; ++i) after = top[i] > after ? top[i] : after;
+  const float reference = after == -inf ? 0.0f : after;  // -inf - -inf would be NaN
+  Vec partial = {};
+  for (int64_t r = 0; r < padded; r += kLanes) {
+    const Vec w = exp2(load(scores + r) - reference);
+    partial += w;
+    store(scores + r, w);
+  }
+  const Vec kept = exp2(Vec{} + (before - reference));
+  *max = after;
+  *total = *total * kept[0] + sum(partial);
+  return kept[0];
+}
+
+// acc[g][c..] = acc[g][c..] * kept[g] + Σ_r weights[g][r]·V[r][c..] over C vectors of the head dim.
+template <typename T, int G, int C>
+CLO_INLINE void accumulate(const float* weights, const T* const* rows, int64_t count, int64_t D, int64_t c,
+                           const float* kept, Next<T> next, float* acc) {
+  Vec a[G][C];
+  CLO_UNROLL
+  for (int g = 0; g < G; ++g)
+    CLO_UNROLL
+    for (int i = 0; i < C; ++i) a[g][i] = load(acc + g * D + c + i * kLanes) * kept[g];
+  for (int64_t r = 0; r < count; ++r) {
+    if (r < next.count) prefetch(next.rows[r] + D, D);
+    const T* v = rows[r] + D + c;
+    Vec x[C];
+    CLO_UNROLL
+    for (int i = 0; i < C; ++i) x[i] = load(v + i * kLanes);
+    CLO_UNROLL
+    for (int g = 0; g < G; ++g) {
+      const float w = weights[g * kRowsBlock + r];
+      CLO_UNROLL
+      for (int i = 0; i < C; ++i) a[g][i] += x[i] * w;
+    }
+  }
+  CLO_UNROLL
+  for (int g = 0; g < G; ++g)
+    CLO_UNROLL
+    for (int i = 0; i < C; ++i) store(acc + g * D + c + i * kLanes, a[g][i]);
+}
+
+template <typename T, int G>
+CLO_INLINE void heads(const RowsBlock& b, const T* const* rows, int64_t g0) {
+  const Next<T> none{nullptr, 0}, next = g0 == 0 ? Next<T>{reinterpret_cast<const T* const*>(b.next), b.next_count} : none;
+  const int64_t D = b.head_dim;
+  alignas(64) float weights[G * kRowsBlock];
+  float kept[G];
+  float* acc = b.acc + g0 * D;
+  score<T, G>(b.query + g0 * D, rows, b.count, D, next, weights);
+  CLO_UNROLL
+  for (int g = 0; g < G; ++g) kept[g] = weigh(weights + g * kRowsBlock, b.count, b.max + g0 + g, b.sum + g0 + g);
+  int64_t c = 0;
+  for (; c + 4 * kLanes <= D; c += 4 * kLanes) accumulate<T, G, 4>(weights, rows, b.count, D, c, kept, c == 0 ? next : none, acc);
+  for (; c + kLanes <= D; c += kLanes) accumulate<T, G, 1>(weights, rows, b.count, D, c, kept, c == 0 ? next : none, acc);
+  for (; c < D; ++c) {
+    CLO_UNROLL
+    for (int g = 0; g < G; ++g) {
+      float a = acc[g * D + c] * kept[g];
+      for (int64_t r = 0; r < b.count; ++r) a += weights[g * kRowsBlock + r] * element(rows[r] + D + c);
+      acc[g * D + c] = a;
+    }
+  }
+}
+
+template <typename T>
+void attend_rows(const RowsBlock& b) {
+  const T* rows[kRowsBlock];
+  for (int64_t r = 0; r < b.count; ++r) rows[r] = static_cast<const T*>(b.rows[r]);
+  for (int64_t r = b.count; r % kRows; ++r) rows[r] = rows[0];  // scored, then overwritten or never read
+  int64_t g = 0;
+  for (; g + kHeads <= b.group; g += kHeads) heads<T, kHeads>(b, rows, g);
+  if (kHeads > 2 && g + 3 == b.group) {
+    heads<T, 3>(b, rows, g);
+    g += 3;
+  }
+  if (g + 2 <= b.group) {
+    heads<T, 2>(b, rows, g);
+    g += 2;
+  }
+  if (g < b.group) heads<T, 1>(b, rows, g);
+}
+
+constexpr RowsTable kTable = {attend_rows<float>, attend_rows<uint16_t>};
+
+}  // namespace
+
+const RowsTable* CLO_TABLE(rows)() { return &kTable; }
+
+}  // namespace clo

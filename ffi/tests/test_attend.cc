@@ -1,0 +1,125 @@
+// attend around the transfer: what it does before, during and after the wait, and the accuracy of its powers of two.
+#undef NDEBUG
+#include <algorithm>
+#include <cassert>
+#include <cmath>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "clo/params.h"
+#include "cpu/simd/dispatch.h"
+#include "cpu/simd/rows.h"
+
+namespace {
+
+// One sequence, one offloaded and one resident head, two query heads each, D = 4, at position 2 of 8 tokens. All keys
+// are zero, so that the output is the mean of the values.
+struct Problem {
+  static constexpr int64_t kS = 8, kD = 4, kT = 4, kSink = 1, kSlots = 3;
+  std::vector<float> query = std::vector<float>(4 * kD, 1.0f), key = std::vector<float>(2 * kD),
+                     value = std::vector<float>(2 * kD), resident = std::vector<float>(kS * 2 * kD),
+                     tail = std::vector<float>(kT * 2 * kD), selected = std::vector<float>(kSlots * 2 * kD),
+                     out = std::vector<float>(4 * kD), lse = std::vector<float>(4);
+  int32_t position = 2, flushed = 2, slot_count = 2;
+  int waits = 0;
+  std::string error;
+  clo::AttendParams params{};
+
+  Problem() {
+    set_values(tail, 0, 10);                                              // sink, token 0
+    for (int64_t i = 0; i < 2; ++i) set_values(resident, i, 1.0f + i);     // tokens 0 and 1
+    std::fill(value.begin(), value.begin() + kD, 20.0f);                  // token 2 of the offloaded head
+    std::fill(value.begin() + kD, value.end(), 6.0f);                     // and of the resident one
+    clo::AttendParams& p = params;
+    p.batch = p.offloaded_heads = p.resident_heads = 1;
+    p.group = 2;
+    p.head_dim = kD;
+    p.max_tokens = kS;
+    p.tail_rows = kT;
+    p.sink = kSink;
+    p.scale = 0.5f;
+    p.query = query.data();
+    p.key = key.data();
+    p.value = value.data();
+    p.position = &position;
+    p.flushed = &flushed;
+    p.resident = resident.data();
+    p.tail = tail.data();
+    p.out = out.data();
+    p.lse = lse.data();
+    p.view.batch = p.view.kv_heads = 1;
+    p.view.max_tokens = kS;
+    p.view.num_slots = kSlots;
+    p.view.head_dim = kD;
+    p.view.selected_rows = selected.data();
+    p.view.slot_counts = &slot_count;
+    p.ready.context = this;
+    p.ready.wait = [](void* context) { return static_cast<Problem*>(context)->deliver(); };
+  }
+
+  static void set_values(std::vector<float>& rows, int64_t row, float x) {
+    std::fill_n(rows.begin() + (2 * row + 1) * kD, kD, x);
+  }
+
+  // The transfer arrives during the wait. What attention should have read by then is spoiled.
+  std::string deliver() {
+    ++waits;
+    std::fill(tail.begin(), tail.end(), 1e6f);
+    std::fill(resident.begin(), resident.end(), 1e6f);
+    set_values(selected, 0, 30);
+    set_values(selected, 1, 40);
+    return error;
+  }
+
+  void check(float offloaded, float rows) const {
+    assert(waits == 1);
+    for (int64_t i = 0; i < 4 * kD; ++i) assert(std::fabs(out[i] - (i < 2 * kD ? offloaded : 3.0f)) < 1e-5);
+    for (int64_t h = 0; h < 4; ++h) assert(std::fabs(lse[h] - std::log(h < 2 ? rows : 3.0f)) < 1e-6);
+  }
+};
+
+void test_waits_after_the_rows_at_hand_and_before_the_selected_ones() {
+  Problem problem;
+  assert(clo::attend(problem.params).empty());
+  problem.check((10 + 20 + 30 + 40) / 4.0f, 4);
+}
+
+void test_a_failed_wait_gives_its_text_and_attends_to_the_rest() {
+  Problem problem;
+  problem.error = "layer 3: late";
+  assert(clo::attend(problem.params) == "layer 3: late");
+  problem.check((10 + 20) / 2.0f, 2);
+}
+
+// With a maximum of 0 given, the sum over one row of score t is 2^t.
+float power(const clo::RowsTable& table, float t) {
+  const float query = 1;
+  const float row[2] = {t, 1};
+  const void* rows[1] = {row};
+  float max = 0, sum = 0, acc = 0;
+  table.f32({&query, 1, 1, rows, 1, rows, 0, &max, &sum, &acc});
+  assert(max == 0 && sum == acc);
+  return sum;
+}
+
+void test_powers_of_two() {
+  for (const clo::RowsTable* table : {clo::rows_table_generic(), &clo::rows_table()}) {
+    for (int i = 0; i <= 126 * 1000; ++i) {
+      const float t = -1e-3f * static_cast<float>(i);
+      if (t < -126) break;
+      assert(std::fabs(power(*table, t) / std::exp2(static_cast<double>(t)) - 1) < 2e-7);
+    }
+    for (int i = 0; i <= 126; ++i) assert(power(*table, static_cast<float>(-i)) == std::exp2(static_cast<float>(-i)));
+    assert(power(*table, -126.5f) == 0 && power(*table, -1e30f) == 0);
+    assert(power(*table, -std::numeric_limits<float>::infinity()) == 0);
+  }
+}
+
+}  // namespace
+
+int main() {
+  test_waits_after_the_rows_at_hand_and_before_the_selected_ones();
+  test_a_failed_wait_gives_its_text_and_attends_to_the_rest();
+  test_powers_of_two();
+}

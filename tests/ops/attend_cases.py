@@ -1,0 +1,131 @@
+"""A problem for attend: the history of a few sequences, and the state that a decode loop would have made of it."""
+
+import contextlib
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from clo_jax.ops import attend as op
+from clo_jax.transfer.engine import Engine
+
+POISON = 1e4  # of rows that nobody may read: finite, since the reference multiplies them by 0
+
+
+def ring(p, sink, T):
+    return np.where(p < sink, p, sink + (p - sink) % (T - sink))
+
+
+@dataclasses.dataclass
+class Case:
+    """`args` are the operands of attend up to `factors`; `history` [B, K, S, 2, D] holds every token's rows."""
+
+    history: np.ndarray
+    args: dict
+    slots: list  # [B][Ko] token of each filled slot
+    num_slots: int
+    sink: int
+    scale: float
+
+    @property
+    def selected_rows(self):
+        """[B, Ko, C, 2, D] and counts [B, Ko]: what the engine's buffer holds."""
+        B, Ko = self.args["tail"].shape[:2]
+        rows = np.full((B, Ko, self.num_slots, *self.history.shape[3:]), POISON, self.history.dtype)
+        counts = np.zeros((B, Ko), np.int32)
+        for b in range(B):
+            for h in range(Ko):
+                counts[b, h] = len(self.slots[b][h])
+                rows[b, h, : counts[b, h]] = self.history[b, h, self.slots[b][h]]
+        return jnp.asarray(rows), jnp.asarray(counts)
+
+    def reference(self):
+        return op.reference(*self.args.values(), *self.selected_rows, sink=self.sink, scale=self.scale)
+
+    def attend(self, engine, **changes):
+        """The op's results but the token, which must come back as it went in."""
+        token = jnp.asarray([7], jnp.uint32)
+        args = {**self.args, **changes}
+        handle = 0 if engine is None else engine.handle
+        *results, after = op.attend(
+            *args.values(), jnp.zeros((1,), jnp.int32), token, engine=handle, sink=self.sink, scale=self.scale
+        )
+        assert after.dtype == jnp.uint32 and after.shape == (1,)
+        return results
+
+
+def make(
+    seed=0,
+    *,
+    B=2,
+    Ko=2,
+    Kr=1,
+    G=3,
+    D=64,
+    S=80,
+    T=20,
+    C=32,
+    R=0,
+    sink=4,
+    dtype=jnp.float32,
+    position=60,
+    flushed=48,
+    counts=20,
+    sharpness=1.0,
+):
+    """`position`, `flushed` (one for all or one per sequence) and `counts` (one, or [B, Ko]; never more than the
+    candidates [sink, flushed)) as in attend. Rows that hold no attended token are poisoned."""
+    r = np.random.default_rng(seed)
+    K = Ko + Kr
+    position = np.broadcast_to(np.asarray(position, np.int32), (B,))
+    flushed = np.broadcast_to(np.asarray(flushed, np.int32), (B,))
+    counts = np.broadcast_to(np.asarray(counts), (B, Ko))
+    history = r.normal(size=(B, K, S, 2, D)).astype(dtype)
+    resident = np.full((B, Kr, S, 2, D), POISON).astype(dtype)
+    tail = np.full((B, Ko, T, 2, D), POISON).astype(dtype)
+    new = np.empty((B, K, 2, D), dtype)
+    slots = []
+    for b in range(B):
+        p = int(position[b])
+        new[b] = history[b, :, p]
+        resident[b, :, :p] = history[b, Ko:, :p]
+        for token in range(p):
+            if token < sink or token >= flushed[b]:
+                tail[b, :, ring(token, sink, T)] = history[b, :Ko, token]
+        candidates = np.arange(sink, max(sink, flushed[b]))
+        slots.append([r.permutation(candidates)[: counts[b, h]] for h in range(Ko)])
+    args = dict(
+        query=jnp.asarray(sharpness * r.normal(size=(B, K * G, D)), dtype),
+        key=jnp.asarray(new[:, :, 0]),
+        value=jnp.asarray(new[:, :, 1]),
+        weights=jnp.asarray(r.normal(size=(Ko, D, R)), jnp.float32),
+        mean=jnp.asarray(0.1 * r.normal(size=(B, Ko, D)), jnp.float32),
+        position=jnp.asarray(position),
+        flushed=jnp.asarray(flushed),
+        resident=jnp.asarray(resident),
+        tail=jnp.asarray(tail),
+        codes=jnp.zeros((B, Ko, S, R // 32), jnp.uint32),
+        factors=jnp.zeros((B, Ko, S), jnp.float16),
+    )
+    return Case(history, args, slots, C, sink, float(D) ** -0.5)
+
+
+@contextlib.contextmanager
+def engine_for(case, kv_offload=True):
+    """An engine of one layer whose slot tables, and rows, are those of the case."""
+    B, Ko = case.args["tail"].shape[:2]
+    if Ko == 0:
+        yield None
+        return
+    S, D = case.history.shape[2], case.history.shape[4]
+    dtype = case.args["query"].dtype
+    with Engine([Ko], B, S, case.num_slots, D, dtype, kv_offload=kv_offload) as engine:
+        rows, counts = case.selected_rows
+        engine.slot_counts(0)[...] = np.asarray(counts)
+        for b in range(B):
+            for h in range(Ko):
+                engine.slot_tokens(0)[b, h, : len(case.slots[b][h])] = case.slots[b][h]
+        if kv_offload:
+            engine.selected_rows(0)[...] = np.asarray(rows)
+        engine.host_rows(0)[...] = case.history[:, :Ko]
+        yield engine
