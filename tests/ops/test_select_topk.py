@@ -213,12 +213,12 @@ def in_subprocess(path, code, **environment):
 @pytest.mark.parametrize("threads", ("1", "4"))
 @pytest.mark.parametrize("isa", ISAS)
 def test_instruction_sets_and_thread_counts_agree(isa, threads, tmp_path):
-    if ISAS.index(isa) > ISAS.index(_host.isa()):
+    if ISAS.index(isa) > ISAS.index(_host.instruction_set()):
         pytest.skip(f"this machine has no {isa}")
     done = in_subprocess(
         tmp_path / "out.npz",
         "import numpy; from tests.ops import test_select_topk as t\n"
-        "numpy.savez(path, isa=t._host.isa(), **t.isa_results())",
+        "numpy.savez(path, isa=t._host.instruction_set(), **t.isa_results())",
         CLO_JAX_ISA=isa,
         CLO_JAX_THREADS=threads,
     )
@@ -226,7 +226,7 @@ def test_instruction_sets_and_thread_counts_agree(isa, threads, tmp_path):
     theirs = np.load(tmp_path / "out.npz")
     assert str(theirs["isa"]) == isa
     for name, mine in isa_results().items():
-        if isa == _host.isa() or name.startswith("hata"):  # the first: only the number of threads differs
+        if isa == _host.instruction_set() or name.startswith("hata"):  # the first: only the number of threads differs
             np.testing.assert_array_equal(mine, theirs[name])
         elif name.startswith("codes"):  # bits of projections that are 0 up to rounding
             assert np.bitwise_count(mine ^ theirs[name]).sum() <= mine.size * 32 // 1000
