@@ -17,8 +17,8 @@ def _require(ok: bool, name: str, got: Any, wanted: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding. `rope_type`: default, linear, dynamic, llama3 or yarn; `parameters` holds the keys that
-    the type needs beyond `theta` (factor, low_freq_factor, beta_fast, ...), as sorted pairs so that it can be hashed."""
+    """Rotary position embedding. `rope_type`: default, linear, dynamic, llama3 or yarn; `parameters` holds the keys
+    that the type reads beyond `theta` (factor, low_freq_factor, beta_fast, ...), as sorted pairs so that it hashes."""
 
     theta: float
     rope_type: str = "default"

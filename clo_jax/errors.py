@@ -1,17 +1,17 @@
-"""Errors that a correct call can meet at run time. Bad arguments are `ValueError`s instead."""
+"""Errors that are not a wrong call: a wrong call is a ValueError that names the argument."""
 
 
 class CloError(RuntimeError):
-    """Base of every error that clo-jax raises at run time."""
+    """Base of every error of this package."""
 
 
 class CheckpointError(CloError):
-    """A checkpoint or its source cannot be used as it is; the message names the file or tensor."""
+    """A checkpoint, or a file that becomes one, cannot be read or does not fit."""
 
 
 class TransferError(CloError):
-    """The transfer engine failed or missed its deadline; the message names backend and layer."""
+    """The transfer engine failed: a transfer, a wait, a backend."""
 
 
 class MemoryPlanError(CloError):
-    """A request does not fit into the memory at hand; the message holds need and limit in bytes."""
+    """A run needs more memory than there is; nothing was allocated."""

@@ -11,10 +11,10 @@ from clo_jax.ops._registry import register_all
 def reference(host_rows, rows, begin, end, *, sink):
     """`host_rows` [B, Ko, S, 2, D] after an `offload` of the same arguments, in plain JAX."""
     N, S = rows.shape[2], host_rows.shape[2]
-    p = np.arange(S)
+    p = np.arange(S)[None]
     at = np.where(p < sink, p, sink + (p - sink) % max(N - sink, 1)).clip(max=N - 1)
     written = (p >= begin[:, None]) & (p < end[:, None])
-    return jnp.where(written[:, None, :, None, None], rows[:, :, at], host_rows)
+    return jnp.where(written[:, None, :, None, None], rows[:, :, at[0]], host_rows)
 
 
 def offload(rows, begin, end, layer, token, *, engine, sink):

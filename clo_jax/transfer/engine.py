@@ -129,7 +129,7 @@ class Engine:
         self._live().clear_counters()
 
     def reset(self) -> None:
-        """Empties all slot tables, clears failures and restarts the threads, dead ones too; keeps host rows and counters.
+        """Empties all slot tables, clears failures and restarts the threads, dead ones too. Keeps rows and counters.
 
         No program that uses the engine may be running."""
         self._live().reset()
@@ -155,17 +155,14 @@ class Engine:
         if getattr(self, "_native", None) is not None:
             self.close()
 
-    def post(self, layer: int, counts: np.ndarray, tokens: np.ndarray, slots: np.ndarray) -> int:
-        """Asks for rows as a prefetch does, for probes and tests; waits for the layer's previous request first.
+    def stage(self, layer: int, counts: np.ndarray, tokens: np.ndarray, slots: np.ndarray) -> None:
+        """Fills a layer's request, as a prefetch does; for probes and tests. Waits for the previous request first.
 
         Args:
           layer: index of the layer.
           counts: [B, Ko] int32; moves of each head, 0 to C.
           tokens: [B, Ko, C] int32; source token of each move, in [0, S).
           slots: [B, Ko, C] int32; destination slot of each move, in [0, C), distinct within a head.
-
-        Returns:
-          The request's sequence number.
 
         Raises:
           ValueError: shapes or values that are not those above.
@@ -186,7 +183,18 @@ class Engine:
         arrays["request_counts"][...] = counts
         arrays["request_tokens"][...] = tokens
         arrays["request_slots"][...] = slots
-        return self._live().post(layer)
+
+    def post(self, layer: int) -> int:
+        """Hands a layer's request to the transfer threads, and returns its sequence number. Does not wait.
+
+        Raises:
+          TransferError: the previous request is not delivered yet.
+        """
+        native = self._live()
+        try:
+            return native.post(layer)
+        except RuntimeError as error:
+            raise TransferError(str(error)) from error
 
     def wait(self, layer: int) -> None:
         """Returns once the layer's last request is delivered. The GIL is free meanwhile.

@@ -9,6 +9,7 @@
 #include <memory>
 #include <utility>
 
+#include "cpu/simd/dispatch.h"
 #include "host/backends/backend.h"
 #include "host/engine.h"
 #include "xla/handlers.h"
@@ -151,6 +152,7 @@ void bind_engine(nb::module_& m) {
 
 NB_MODULE(_host, m) {
   m.def("registrations", &registrations, "FFI target name -> capsule, for platform cpu.");
+  m.def("isa", &clo::isa_name, "Instruction set of the CPU kernels: generic, avx2 or avx512 (CLO_JAX_ISA overrides).");
   m.def("backends", &backends, "(name, available, reason) of every transfer backend, in the order of \"auto\".");
   m.def("build_info", &build_info, "How this module was built: jaxlib headers, compiler, build type, CUDA, backends.");
   bind_engine(m);

@@ -1,0 +1,371 @@
+"""`LLM`: what a user holds. Loads a checkpoint, answers prompts, streams, closes."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from clo_jax import checkpoints, memory
+from clo_jax.cache.layout import CacheLayout
+from clo_jax.config import Attention, CloConfig
+from clo_jax.errors import CloError
+from clo_jax.generate import bucket_length
+from clo_jax.policies.base import Policy
+from clo_jax.policies.clo import CloPolicy, neutral_scores
+from clo_jax.policies.full import FullPolicy
+from clo_jax.results import Delta, Generation
+from clo_jax.sampling import Sampling
+from clo_jax.session import Request, Session
+from clo_jax.text import IncrementalDecoder, Tokenizer
+from clo_jax.transfer.engine import Engine
+
+Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
+DEFAULT_NEW_TOKENS = 256
+
+
+class LLM:
+    """A model ready to answer. Make it with `LLM.load`; use it as a context manager or call `close`.
+
+    Calls from several threads take turns. A call that fails, is interrupted, or whose stream is closed leaves the
+    object ready for the next one.
+    """
+
+    def __init__(
+        self, config, params: Any, info, tokenizer: Tokenizer | None, *, attention: Attention, clo: CloConfig,
+        max_context: int, max_batch: int, kv_offload: bool, backend: str, transfer_threads: int | None,
+        chunk_tokens: int, timeout_s: float,
+    ) -> None:  # fmt: skip
+        self.config, self.tokenizer, self.clo, self.attention = config, tokenizer, clo, attention
+        self.max_context, self.max_batch = max_context, max_batch
+        self._params, self._info = params, info
+        self._dtype = str(params["embed"]["embedding"].dtype)
+        self._kv_offload, self._backend, self._threads = kv_offload, backend, transfer_threads
+        self._chunk, self._timeout_s = chunk_tokens, timeout_s
+        self._engine: Engine | None = None
+        self._prepared: tuple[int, Policy, Any] | None = None
+        self._busy = threading.Lock()
+        self._owner: int | None = None
+        self._closed = False
+
+    @classmethod
+    def load(
+        cls, path, *, attention: Attention = "clo", clo: CloConfig | None = None, dtype: str = "auto",
+        max_context: int | None = None, max_batch: int = 8, kv_offload: bool = True, backend: str = "auto",
+        transfer_threads: int | None = None, chunk_tokens: int = 16, timeout_s: float = 30.0,
+    ) -> "LLM":  # fmt: skip
+        """Loads a checkpoint that `clo-jax convert` made.
+
+        Args:
+          path: checkpoint folder.
+          attention: "clo" (most rows in host memory) or "full" (all rows on the device, exact).
+          clo: settings of the CLO policy; ignored by "full".
+          dtype: "auto" (the checkpoint's), "float32" or "bfloat16"; of parameters, activations and cache.
+          max_context: tokens of prompt and answer together; buffers are sized for it. None: the model's limit.
+          max_batch: prompts that run at once; more are answered in groups.
+          kv_offload: False keeps the rows in device memory with the same selection (for comparison).
+          backend: transfer backend, or "auto"; naming one demands it.
+          transfer_threads: copying threads; None: as many as pay.
+          chunk_tokens: decode steps per dispatched program: the grain of streaming and of Ctrl-C.
+          timeout_s: bound on every wait for a transfer.
+
+        Raises:
+          ValueError: a setting that makes no sense.
+          CheckpointError: the folder is no readable checkpoint.
+        """
+        if attention not in ("full", "clo"):
+            raise ValueError(f"attention: got {attention!r}, wanted full or clo")
+        for name, value in (("max_batch", max_batch), ("chunk_tokens", chunk_tokens)):
+            if value < 1:
+                raise ValueError(f"{name}: got {value}, wanted a positive integer")
+        config, params, info = checkpoints.load_checkpoint(path, dtype=dtype)
+        limit = config.max_position_embeddings
+        if max_context is None:
+            max_context = limit
+        if not 2 <= max_context <= limit:
+            raise ValueError(f"max_context: got {max_context}, wanted 2 to {limit}, the model's limit")
+        tokenizer = Tokenizer.from_folder(info.path) if Tokenizer.available(info.path) else None
+        llm = cls(
+            config, params, info, tokenizer, attention=attention, clo=clo or CloConfig(), max_context=max_context,
+            max_batch=max_batch, kv_offload=kv_offload, backend=backend, transfer_threads=transfer_threads,
+            chunk_tokens=chunk_tokens, timeout_s=timeout_s,
+        )  # fmt: skip
+        llm._layout(1)  # refuses settings that do not fit the model now, not at the first prompt
+        return llm
+
+    # --- answering ----------------------------------------
+
+    def generate(
+        self, prompts: Prompts, *, max_new_tokens: int | None = None, do_sample: bool = False,
+        temperature: float | None = None, top_k: int | None = None, top_p: float | None = None,
+        seed: int | Sequence[int] = 0, stop_token_ids: int | Sequence[int] = (), ignore_eos: bool = False,
+        chat: bool = False, callback: Callable[[Delta], None] | None = None,
+    ) -> list[Generation]:  # fmt: skip
+        """Answers every prompt.
+
+        Args:
+          prompts: one text, texts, one list of token ids, or lists of token ids. Nothing is ever cut.
+          max_new_tokens: at most this many tokens each; None: 256, or what the context has room for.
+          do_sample: False takes the likeliest token. True draws; then values not given here come from the checkpoint's
+            generation_config.json.
+          temperature, top_k (0: off), top_p (1: off): of sampling.
+          seed: of sampling; one number for every row (each row draws as it would alone) or one per prompt.
+          stop_token_ids: additional stop tokens.
+          ignore_eos: do not stop at the checkpoint's stop tokens.
+          chat: wrap each text in the checkpoint's chat template, as one user message.
+          callback: called with a `Delta` for each row that a chunk added to.
+
+        Returns:
+          one `Generation` per prompt, in order.
+
+        Raises:
+          ValueError: empty or too long prompts, ids outside the vocabulary, settings out of range.
+          TransferError, MemoryPlanError: the engine failed; the run does not fit memory.
+        """
+        ids = self._token_ids(prompts, chat)
+        requests = self._requests(
+            ids, max_new_tokens, do_sample, temperature, top_k, top_p, seed, stop_token_ids, ignore_eos
+        )
+        answers: list[Generation] = []
+        with _Turn(self):
+            for request in requests:
+                first = len(answers)
+                session, decoders = self._session(request), [self._decoder() for _ in request.prompts]
+                for new in session:
+                    if callback is not None:
+                        for delta in self._deltas(session, decoders, new, first):
+                            callback(delta)
+                metrics = session.metrics()
+                for row, tokens in enumerate(session.tokens):
+                    answers.append(
+                        Generation(
+                            self._text(tokens, session), list(tokens), session.finish_reason(row) or "abort",
+                            len(request.prompts[row]), metrics,
+                        )
+                    )  # fmt: skip
+        return answers
+
+    def stream(self, prompt: str | Sequence[int], **options: Any) -> Iterator[Delta]:
+        """Answers one prompt chunk by chunk; options as in `generate`. Closing the iterator cancels the answer."""
+        if "callback" in options:
+            raise ValueError("callback: got one for a stream, wanted none (iterate instead)")
+        ids = self._token_ids(prompt, options.pop("chat", False))
+        if len(ids) != 1:
+            raise ValueError(f"prompt: got {len(ids)} prompts, wanted one (use generate)")
+        names = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "seed", "stop_token_ids", "ignore_eos")
+        unknown = sorted(set(options) - set(names))
+        if unknown:
+            raise TypeError(f"stream() got unexpected arguments {unknown}")
+        defaults = dict(do_sample=False, seed=0, stop_token_ids=(), ignore_eos=False)
+        request = self._requests(ids, *(options.get(name, defaults.get(name)) for name in names))[0]
+        return self._stream(request)
+
+    def _stream(self, request: Request) -> Iterator[Delta]:
+        with _Turn(self):
+            session, decoders = self._session(request), [self._decoder()]
+            for new in session:
+                yield from self._deltas(session, decoders, new, 0)
+
+    def close(self) -> None:
+        """Frees the engine and the parameters. Idempotent."""
+        with _Turn(self, closing=True):
+            if self._engine is not None:
+                self._engine.close()
+            self._engine = self._prepared = self._params = None
+            self._closed = True
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+    def describe(self) -> dict[str, Any]:
+        """What this object runs with: for results files and reports."""
+        layout = self._layout(1)
+        return {
+            "checkpoint": str(self._info.path),
+            "architecture": self.config.architecture,
+            "dtype": self._dtype,
+            "attention": self.attention,
+            "max_context": self.max_context,
+            "device_kv_bytes_per_sequence": sum(layout.device_bytes().values()),
+            "host_kv_bytes_per_sequence": layout.host_bytes(),
+            "stop_token_ids": list(self._info.stop_token_ids),
+        }
+
+    # --- preparation ----------------------------------------
+
+    def _layout(self, batch: int) -> CacheLayout:
+        if self.attention == "full":
+            return CacheLayout.full(self.config, batch, self.max_context, self._dtype)
+        return CacheLayout.clo(self.config, self.clo, batch, self.max_context, self._dtype)
+
+    def _prepare(self, batch: int, longest: int) -> tuple[Policy, Any]:
+        """Policy and tables for a batch size; the engine of another batch size is closed first."""
+        if self._prepared is not None and self._prepared[0] == batch:
+            return self._prepared[1:]
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = self._prepared = None
+        layout = self._layout(batch)
+        workspace = batch * bucket_length(longest, self.max_context) * layout.itemsize * (
+            3 * self.config.hidden_size + (4 * self.config.num_heads + 4 * self.config.num_kv_heads) * layout.head_dim
+        )  # fmt: skip
+        parts = {"device KV": sum(layout.device_bytes().values()), "host KV": layout.host_bytes(), "prefill": workspace}
+        memory.require(parts, memory.available_host_bytes())
+        policy: Policy
+        if self.attention == "full":
+            policy = FullPolicy(layout)
+        else:
+            self._engine = Engine(
+                kv_heads=[len(layout.offloaded(layer)) for layer in range(layout.num_layers)],
+                batch=batch, max_tokens=layout.max_tokens, num_slots=layout.num_slots, head_dim=layout.head_dim,
+                dtype=jnp.dtype(self._dtype), backend=self._backend, threads=self._threads,
+                kv_offload=self._kv_offload, timeout_s=self._timeout_s,
+            )  # fmt: skip
+            policy = CloPolicy(layout, self.clo, self._engine.handle, neutral_scores(layout))
+        self._prepared = (batch, policy, policy.tables())
+        return self._prepared[1:]
+
+    def _session(self, request: Request) -> Session:
+        policy, tables = self._prepare(len(request.prompts), max(len(p) for p in request.prompts))
+        return Session(self.config, self._params, policy, tables, self._engine, request, self._chunk)
+
+    def _token_ids(self, prompts: Prompts, chat: bool) -> list[list[int]]:
+        items: list[Any]
+        if isinstance(prompts, str):
+            items = [prompts]
+        else:
+            items = list(prompts)
+            if items and all(isinstance(item, (int, np.integer)) for item in items):
+                items = [items]
+        if not items:
+            raise ValueError("prompts: got none, wanted at least one")
+        encoded = []
+        for number, item in enumerate(items):
+            if isinstance(item, str):
+                if self.tokenizer is None:
+                    raise ValueError(f"prompts: got text, but {self._info.path} has no tokenizer.json; give token ids")
+                ids = (
+                    self.tokenizer.encode_chat([{"role": "user", "content": item}])
+                    if chat
+                    else self.tokenizer.encode(item)
+                )
+            elif chat:
+                raise ValueError("chat: got True with token ids, wanted text")
+            else:
+                ids = [int(token) for token in item]
+            if not ids:
+                raise ValueError(f"prompts[{number}]: got an empty prompt, wanted at least one token")
+            bad = [token for token in ids if not 0 <= token < self.config.vocab_size]
+            if bad:
+                raise ValueError(f"prompts[{number}]: got token {bad[0]}, wanted 0 to {self.config.vocab_size - 1}")
+            encoded.append(ids)
+        return encoded
+
+    def _requests(
+        self, ids, max_new_tokens, do_sample, temperature, top_k, top_p, seed, stop_token_ids, ignore_eos
+    ) -> list[Request]:
+        """Checks everything that a user can get wrong, and groups the prompts."""
+        if max_new_tokens is not None and max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens: got {max_new_tokens}, wanted at least 1")
+        new = []
+        for number, prompt in enumerate(ids):
+            room = self.max_context - len(prompt)
+            wanted = min(DEFAULT_NEW_TOKENS, max(room, 1)) if max_new_tokens is None else max_new_tokens
+            if wanted > room:
+                raise ValueError(
+                    f"prompts[{number}]: got {len(prompt)} tokens and max_new_tokens {wanted}, wanted at most "
+                    f"max_context = {self.max_context} together"
+                )
+            new.append(wanted)
+        extra = [stop_token_ids] if isinstance(stop_token_ids, int) else list(stop_token_ids)
+        stop = [*extra, *([] if ignore_eos else self._info.stop_token_ids)]
+        seeds = [seed] * len(ids) if isinstance(seed, int) else list(seed)
+        if len(seeds) != len(ids):
+            raise ValueError(f"seed: got {len(seeds)} seeds, wanted one or one per prompt ({len(ids)})")
+        values = self._sampling_values(do_sample, temperature, top_k, top_p)
+        groups = range(0, len(ids), self.max_batch)
+        return [
+            Request(
+                ids[i : i + self.max_batch], new[i : i + self.max_batch], stop,
+                None if values is None else _sampling(values, seeds[i : i + self.max_batch]),
+            )
+            for i in groups
+        ]  # fmt: skip
+
+    def _sampling_values(self, do_sample, temperature, top_k, top_p) -> tuple[float, int, float] | None:
+        if not do_sample:
+            given = [n for n, v in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p)) if v is not None]
+            if given:
+                raise ValueError(f"{given[0]}: got a value with do_sample False, wanted do_sample=True")
+            return None
+        defaults = self._info.generation_config
+
+        def pick(value, name, fallback):
+            return value if value is not None else defaults.get(name) if defaults.get(name) is not None else fallback
+
+        temperature, top_k, top_p = (
+            pick(temperature, "temperature", 1.0),
+            pick(top_k, "top_k", 0),
+            pick(top_p, "top_p", 1.0),
+        )
+        if not (np.isfinite(temperature) and temperature > 0):
+            raise ValueError(f"temperature: got {temperature}, wanted a positive number (greedy: do_sample=False)")
+        if top_k < 0:
+            raise ValueError(f"top_k: got {top_k}, wanted 0 (off) or a positive integer")
+        if not 0 < top_p <= 1:
+            raise ValueError(f"top_p: got {top_p}, wanted a number in (0, 1]")
+        return float(temperature), int(top_k), float(top_p)
+
+    # --- text ----------------------------------------
+
+    def _decoder(self) -> IncrementalDecoder | None:
+        return None if self.tokenizer is None else IncrementalDecoder(self.tokenizer)
+
+    def _text(self, tokens: list[int], session: Session) -> str | None:
+        return None if self.tokenizer is None else self.tokenizer.decode(session.without_stop(tokens))
+
+    def _deltas(self, session: Session, decoders, new: list[list[int]], first_row: int) -> Iterator[Delta]:
+        for row, tokens in enumerate(new):
+            if not tokens:
+                continue
+            reason, text = session.finish_reason(row), None
+            if decoders[row] is not None:
+                text = decoders[row].push(session.without_stop(tokens))
+                if reason is not None:
+                    text += decoders[row].flush()
+            metrics = session.metrics() if reason is not None else None
+            yield Delta(first_row + row, text, tokens, reason, metrics)
+
+
+def _sampling(values: tuple[float, int, float], seeds: Sequence[int]) -> Sampling:
+    temperature, top_k, top_p = values
+    B = len(seeds)
+    return Sampling(
+        jnp.full((B,), temperature, jnp.float32), jnp.full((B,), top_k, jnp.int32), jnp.full((B,), top_p, jnp.float32),
+        jnp.asarray(np.array([s % 2**32 for s in seeds], np.uint32)),
+    )  # fmt: skip
+
+
+class _Turn:
+    """One caller at a time; the same thread asking again (a stream still open) gets an error, not a deadlock."""
+
+    def __init__(self, llm: LLM, closing: bool = False) -> None:
+        self._llm, self._closing = llm, closing
+
+    def __enter__(self) -> None:
+        llm = self._llm
+        if llm._owner == threading.get_ident():
+            raise CloError("this LLM has an open stream in this thread: close it before the next call")
+        llm._busy.acquire()
+        llm._owner = threading.get_ident()
+        if llm._closed and not self._closing:
+            self.__exit__()
+            raise CloError("this LLM is closed")
+
+    def __exit__(self, *exc) -> None:
+        self._llm._owner = None
+        self._llm._busy.release()

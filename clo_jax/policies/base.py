@@ -1,0 +1,60 @@
+"""What a policy is: four pure functions over its own state, called by `generate` at fixed points of a model's life.
+
+    allocate   once, before prefill: the state that all layers share
+    absorb     after each prefilled layer: that layer's state, from its K and V
+    prefetch   one layer ahead in decode, with a guess of the query
+    attend     in decode: appends K and V, attends with the exact query
+
+A policy object holds only static facts (it is a static argument of jitted functions); arrays live in the state (donated
+from step to step) and in the tables (constants of the run).
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import jax
+
+LayerState = dict[str, jax.Array]
+Shared = dict[str, jax.Array]
+Tables = dict[str, jax.Array]
+
+
+class Prefilled(NamedTuple):
+    """One layer's prompt, as prefill leaves it. N is the bucket; tokens from `lengths` on are padding."""
+
+    rows: jax.Array  # [B, K, N, 2, D]: K (after RoPE) and V
+    query: jax.Array  # [B, H, D]: query of each prompt's last token
+    lengths: jax.Array  # [B] int32
+
+
+class Position(NamedTuple):
+    """Where a decode step stands; shared by all layers."""
+
+    position: jax.Array  # [B] int32: index of the token being decoded = tokens before it
+    active: jax.Array  # [B] bool: false once a sequence has ended (its row is computed and ignored)
+
+
+class Policy(Protocol):
+    """See the module docstring. `tables` are the policy's constants of one layer."""
+
+    name: str
+
+    def tables(self) -> tuple[Tables, ...]:
+        """Constants of each layer, made once on the host."""
+
+    def layer_kind(self, layer: int) -> Any:
+        """Hashable; layers of one kind share their compiled `absorb`."""
+
+    def allocate(self) -> Shared: ...
+
+    def absorb(
+        self, kind: Any, tables: Tables, prompt: Prefilled, layer: jax.Array, shared: Shared
+    ) -> tuple[LayerState, Shared]: ...
+
+    def prefetch(
+        self, layer: int, tables: Tables, query: jax.Array, at: Position, state: LayerState, shared: Shared
+    ) -> tuple[LayerState, Shared]: ...
+
+    def attend(
+        self, layer: int, tables: Tables, q: jax.Array, k: jax.Array, v: jax.Array, at: Position, state: LayerState,
+        shared: Shared,
+    ) -> tuple[jax.Array, LayerState, Shared]: ...  # fmt: skip

@@ -1,0 +1,63 @@
+"""What a generation returns: text, tokens, why it ended, and what it cost."""
+
+import dataclasses
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Metrics:
+    """Costs of one batch of prompts. Times exclude compilation, which `compile_s` holds. Rows and bytes are those of
+    decoding: the first fill at the end of prefill is in `first_fill_rows`."""
+
+    attention: str
+    ttft_s: float  # prefill and first token
+    tpot_s: float | None  # per output token after the first; None when there was only one
+    compile_s: float
+    device_kv_bytes: int
+    host_kv_bytes: int
+    device_kv_parts: dict[str, int]
+    backend: str | None = None
+    retriever: str | None = None  # "hata (untrained)" when its projections are random
+    head_scores: str | None = None
+    refresh: str | None = None
+    retain: float | None = None
+    sparsity: float | None = None
+    hit_rate: float | None = None  # head lookups that moved nothing; None before the first lookup
+    rows_moved: int = 0  # host to device, by the engine
+    bytes_moved: int = 0
+    rows_selected: int = 0  # what refreshing whole heads would have moved
+    rows_offloaded: int = 0  # device to host: prompt and flushed tail
+    first_fill_rows: int = 0
+    requests: int = 0
+    wait_s: float = 0.0  # attention waiting for rows, summed over layers
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """One prompt's answer. `token_ids` includes the stop token that ended it; `text` does not."""
+
+    text: str | None  # None without a tokenizer
+    token_ids: list[int]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    metrics: Metrics
+
+    @property
+    def completion_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta:
+    """What one chunk added to one row. The last delta of a row carries `finish_reason` and `metrics`."""
+
+    row: int
+    text: str | None
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    metrics: Metrics | None = None

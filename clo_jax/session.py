@@ -1,0 +1,175 @@
+"""One batch of prompts from prefill to the last token: the mutable part of a generation, outside every jitted function.
+
+A session borrows the engine; whatever ends it (the last token, Ctrl-C, an exception in a callback, a closed stream),
+the engine is reset and serves the next session.
+"""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from clo_jax.cache.layout import CacheLayout
+from clo_jax.config import CloConfig, ModelConfig
+from clo_jax.generate import JITTED, Limits, begin_jitted, bucket_length, decode_chunk_jitted, prefill
+from clo_jax.interrupt import deferred_interrupt
+from clo_jax.policies.base import Policy
+from clo_jax.policies.clo import CloPolicy
+from clo_jax.results import Metrics
+from clo_jax.sampling import Sampling
+from clo_jax.transfer.engine import Engine
+
+STOP_SLOTS = 8  # stop ids are padded to a multiple of this, so that their number compiles nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What `LLM` asks of a session, already checked. One entry per row."""
+
+    prompts: Sequence[Sequence[int]]
+    max_new_tokens: Sequence[int]
+    stop: Sequence[int]
+    sampling: Sampling | None
+
+
+class CompileClock:
+    """Seconds spent compiling since it was made, as JAX reports them."""
+
+    _total = 0.0
+    _lock = threading.Lock()
+    _registered = False
+
+    def __init__(self) -> None:
+        with CompileClock._lock:
+            if not CompileClock._registered:
+                jax.monitoring.register_event_duration_secs_listener(CompileClock._listen)
+                CompileClock._registered = True
+        self._start = CompileClock._total
+
+    @staticmethod
+    def _listen(event: str, seconds: float, **_: Any) -> None:
+        if event.startswith("/jax/core/compile/"):
+            with CompileClock._lock:
+                CompileClock._total += seconds
+
+    def seconds(self) -> float:
+        return CompileClock._total - self._start
+
+
+class Session:
+    """Runs one request. Iterating yields, chunk by chunk, the new token ids of every row."""
+
+    def __init__(
+        self, model: ModelConfig, params: Any, policy: Policy, tables: Any, engine: Engine | None, request: Request,
+        chunk_tokens: int, on_layer=lambda layer: None,
+    ) -> None:  # fmt: skip
+        self._model, self._params, self._policy, self._tables = model, params, policy, tables
+        self._engine, self._request, self._chunk, self._on_layer = engine, request, chunk_tokens, on_layer
+        self._layout: CacheLayout = policy.layout
+        self._stop = set(request.stop)
+        self.tokens: list[list[int]] = [[] for _ in request.prompts]
+        self._times: dict[str, float] = {}
+        self._after_prefill = None
+
+    def __iter__(self) -> Iterator[list[list[int]]]:
+        if self._engine is not None:
+            self._engine.reset()
+            self._engine.clear_counters()
+        try:
+            yield from self._run()
+        finally:
+            if self._engine is not None:
+                self._engine.reset()
+
+    def _run(self) -> Iterator[list[list[int]]]:
+        request, compiling, start = self._request, CompileClock(), time.perf_counter()
+        lengths = np.array([len(p) for p in request.prompts], np.int32)
+        tokens = np.zeros((len(lengths), bucket_length(int(lengths.max()), self._layout.max_tokens)), np.int32)
+        for row, prompt in zip(tokens, request.prompts, strict=True):
+            row[: len(prompt)] = prompt
+        stop = sorted(self._stop)
+        padded = stop + [-1] * (-len(stop) % STOP_SLOTS or (STOP_SLOTS if not stop else 0))
+        limits = Limits(jnp.asarray(request.max_new_tokens, jnp.int32), jnp.asarray(padded, jnp.int32))
+        with deferred_interrupt():
+            lengths = jnp.asarray(lengths)
+            layers, shared, logits = prefill(
+                self._model, self._policy, self._params, self._tables, jnp.asarray(tokens), lengths,
+                JITTED, self._on_layer,
+            )  # fmt: skip
+            state = begin_jitted(layers, shared, logits, lengths, request.sampling, limits)
+            del layers, shared
+            first, done = np.asarray(state.token), np.asarray(state.done)
+        self._times["ttft"] = time.perf_counter() - start - compiling.seconds()
+        self._times["compile"] = compiling.seconds()
+        self._after_prefill = self._engine.counters() if self._engine is not None else None
+        yield self._take([[int(t)] for t in first])
+        compiling, start = CompileClock(), time.perf_counter()
+        paused = 0.0
+        while not done.all():
+            with deferred_interrupt():
+                out, state = decode_chunk_jitted(
+                    self._model, self._policy, self._chunk, self._params, self._tables, state, request.sampling, limits
+                )
+                out, done = np.asarray(out), np.asarray(state.done)
+            now = time.perf_counter()
+            self._times["decode"] = now - start - paused - compiling.seconds()
+            self._times["decode_compile"] = compiling.seconds()
+            yield self._take([[int(t) for t in row if t >= 0] for row in out])
+            paused += time.perf_counter() - now  # the consumer's time is not ours
+
+    def _take(self, new: list[list[int]]) -> list[list[int]]:
+        for row, ids in zip(self.tokens, new, strict=True):
+            row.extend(ids)
+        return new
+
+    def finish_reason(self, row: int) -> str | None:
+        """Why a row ended, or None while it goes on."""
+        ids = self.tokens[row]
+        if ids and ids[-1] in self._stop:
+            return "stop"
+        return "length" if len(ids) >= self._request.max_new_tokens[row] else None
+
+    def without_stop(self, tokens: list[int]) -> list[int]:
+        """Tokens less the stop token that ended them."""
+        return tokens[:-1] if tokens and tokens[-1] in self._stop else tokens
+
+    def metrics(self) -> Metrics:
+        """Costs so far."""
+        steps = max(len(ids) for ids in self.tokens) - 1
+        parts = self._layout.device_bytes()
+        base = Metrics(
+            attention=self._policy.name,
+            ttft_s=self._times.get("ttft", 0.0),
+            tpot_s=self._times["decode"] / steps if steps > 0 and "decode" in self._times else None,
+            compile_s=self._times.get("compile", 0.0) + self._times.get("decode_compile", 0.0),
+            device_kv_bytes=sum(parts.values()),
+            host_kv_bytes=self._layout.host_bytes(),
+            device_kv_parts=parts,
+        )
+        if not isinstance(self._policy, CloPolicy) or self._engine is None:
+            return base
+        config: CloConfig = self._policy.config
+        now, fill = self._engine.counters(), self._after_prefill
+        hits, misses = now.hits - fill.hits, now.misses - fill.misses
+        return dataclasses.replace(
+            base,
+            backend=self._engine.backend,
+            retriever="hata (untrained)" if config.retriever == "hata" else config.retriever,
+            head_scores=self._policy.scores.source,
+            refresh=config.refresh,
+            retain=config.retain,
+            sparsity=config.sparsity,
+            hit_rate=hits / (hits + misses) if hits + misses else None,
+            rows_moved=now.rows_moved - fill.rows_moved,
+            bytes_moved=now.bytes_moved - fill.bytes_moved,
+            rows_selected=now.rows_selected - fill.rows_selected,
+            rows_offloaded=now.rows_offloaded,
+            first_fill_rows=fill.rows_posted,
+            requests=now.requests - fill.requests,
+            wait_s=(now.wait_ns - fill.wait_ns) / 1e9,
+        )

@@ -1,0 +1,91 @@
+"""Which transfer backends this machine has, and how fast each copies: by a real copy of scattered rows."""
+
+import dataclasses
+import time
+
+import numpy as np
+
+from clo_jax import _host
+from clo_jax.errors import TransferError
+from clo_jax.transfer.engine import Engine, default_threads
+
+_HEADS, _HEAD_DIM = 8, 128
+_TOKENS = 16384  # 64 MiB of rows: more than the caches hold
+_SLOTS = 1640  # a tenth of them, as a refresh moves
+_REPEATS = 5
+_LATENCIES = 50
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """A transfer backend as `doctor` reports it."""
+
+    name: str
+    available: bool
+    reason: str  # why, or why not
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """A measured copy."""
+
+    gb_per_s: float  # 1e9 bytes a second, best of the repeats
+    latency_us: float  # from the post of one row to its delivery, median
+    threads: int
+    row_bytes: int
+
+
+def backends() -> tuple[Backend, ...]:
+    """All backends, in the order in which "auto" tries them."""
+    return tuple(Backend(*fields) for fields in _host.backends())
+
+
+def probe(backend: str = "auto", threads: int | None = None) -> Probe:
+    """Copies a random tenth of 64 MiB of 512-byte rows, checks every row, and measures. Takes a fraction of a second.
+
+    Args:
+      backend: name, or "auto".
+      threads: transfer threads; None for the engine's default.
+
+    Raises:
+      ValueError: an unknown or unavailable backend.
+      TransferError: the copy fails or delivers wrong rows.
+    """
+    threads = default_threads() if threads is None else threads
+    random = np.random.default_rng(0)
+    with Engine([_HEADS], 1, _TOKENS, _SLOTS, _HEAD_DIM, "bfloat16", backend, threads) as engine:
+        host, selected = (rows(0).view(np.uint16) for rows in (engine.host_rows, engine.selected_rows))
+        host[...] = random.integers(0, 2**16, size=host.shape, dtype=np.uint16)
+        slots = np.broadcast_to(np.arange(_SLOTS, dtype=np.int32), (1, _HEADS, _SLOTS))
+        copies = [_timed(engine, _choose(random), slots, _SLOTS) for _ in range(_REPEATS)]
+        wrong = sum(
+            int((selected[0, h] != host[0, h, token]).any(axis=(1, 2)).sum())
+            for h, token in enumerate(engine.request(0)[1][0])
+        )
+        if wrong:
+            raise TransferError(f"backend {engine.backend}: {wrong} of {_HEADS * _SLOTS} rows arrived wrong")
+        single = [_timed(engine, _choose(random), slots, 1) for _ in range(_LATENCIES)]
+        row_bytes = host[0, 0, 0].nbytes
+        return Probe(
+            gb_per_s=_HEADS * _SLOTS * row_bytes / min(copies) / 1e9,
+            latency_us=float(np.median(single)) * 1e6,
+            threads=engine.threads,
+            row_bytes=row_bytes,
+        )
+
+
+def _choose(random: np.random.Generator) -> np.ndarray:
+    """[1, heads, slots] int32: ascending distinct tokens for each head, as a selection gives them."""
+    chosen = [np.sort(random.permutation(_TOKENS)[:_SLOTS]) for _ in range(_HEADS)]
+    return np.asarray(chosen, np.int32)[None]
+
+
+def _timed(engine: Engine, tokens: np.ndarray, slots: np.ndarray, rows: int) -> float:
+    """Seconds from the post to the delivery of `rows` rows: of every head, or of the first when it is one row."""
+    counts = np.full((1, _HEADS), rows if rows > 1 else 0, np.int32)
+    counts[0, 0] = rows
+    engine.stage(0, counts, tokens, slots)
+    start = time.perf_counter()
+    engine.post(0)
+    engine.wait(0)
+    return time.perf_counter() - start

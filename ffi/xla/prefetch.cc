@@ -1,0 +1,142 @@
+#include <exception>
+
+#include "clo/params.h"
+#include "xla/engine_call.h"
+#include "xla/handlers.h"
+
+namespace clo {
+namespace {
+
+// Empty when the operands of sequence b describe a selection that fits in the buffer.
+std::string selection_error(const PrefetchParams& p, int64_t b) {
+  const int64_t begin = p.select.begin[b], end = p.select.end[b], k = p.select.k[b], capacity = p.capacity[b];
+  const auto text = [](const char* name, int64_t n) { return std::string(name) + " " + std::to_string(n); };
+  if (begin < 0 || begin > end || end > p.view.max_tokens)
+    return text("candidates from", begin) + text(" to", end) + text(", context capacity", p.view.max_tokens);
+  if (capacity < 0 || capacity > p.view.num_slots)
+    return text("capacity", capacity) + text(", the engine's slots", p.view.num_slots);
+  if (k < 0 || k > p.select.k_max || k > capacity)
+    return text("k", k) + text(", wanted at most k_max", p.select.k_max) + text(" and capacity", capacity);
+  return {};
+}
+
+ffi::Error run(ffi::AnyBuffer query, ffi::AnyBuffer label, ffi::Buffer<ffi::S32> age,
+               ffi::Buffer<ffi::F32> importance, ffi::Buffer<ffi::F32> thresholds, ffi::Buffer<ffi::S32> max_age,
+               ffi::Buffer<ffi::F32> weights, ffi::Buffer<ffi::F32> mean, ffi::Buffer<ffi::F32> lse,
+               ffi::Buffer<ffi::U32> codes, ffi::Buffer<ffi::F16> factors, ffi::Buffer<ffi::S32> begin,
+               ffi::Buffer<ffi::S32> end, ffi::Buffer<ffi::S32> k, ffi::Buffer<ffi::S32> capacity,
+               ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::U32>, ffi::Result<ffi::AnyBuffer> label_out,
+               ffi::Result<ffi::Buffer<ffi::S32>> age_out, ffi::Result<ffi::Buffer<ffi::PRED>> hit,
+               ffi::Result<ffi::Buffer<ffi::U32>>, ffi::Result<ffi::Buffer<ffi::S32>> indices, int64_t engine,
+               int64_t retriever, bool whole, float scale) {
+  PrefetchParams p;
+  CacheLookupParams& l = p.lookup;
+  SelectTopkParams& s = p.select;
+  if (!translate(query.element_type(), &l.dtype)) return invalid("prefetch", "query must be float32 or bfloat16");
+  if (retriever < 0 || retriever > 2) return invalid("prefetch", "unknown retriever");
+  s.retriever = static_cast<Retriever>(retriever);
+  const auto q = query.dimensions(), w = weights.dimensions();
+  if (q.size() != 3 || w.size() != 3 || indices->dimensions().size() != 3)
+    return invalid("prefetch", "query must be [B, H, D], weights [Ko, D, R] and indices [B, Ko, k_max]");
+  const int64_t B = q[0], H = q[1], D = q[2], Ko = w[0], R = w[2];
+  EngineCall call;
+  if (ffi::Error error = find_layer("prefetch", engine, layer, B, Ko, D, l.dtype, &call); error.failure())
+    return error;
+  const int64_t S = call.view.max_tokens;
+  const bool exact = s.retriever == Retriever::kExact;
+  if (Ko == 0 || H % Ko != 0 || w[1] != D || (!exact && (R == 0 || R % 32 != 0)) ||
+      !has_shape(label, {B, H, D}) || label.element_type() != query.element_type() || !has_shape(age, {B, Ko}) ||
+      !has_shape(importance, {H}) || !has_shape(thresholds, {Ko}) || !has_shape(max_age, {B}) ||
+      !has_shape(mean, {B, Ko, D}) || !has_shape(lse, {B, H}) ||
+      (!exact && (!has_shape(codes, {B, Ko, S, R / 32}) || !has_shape(factors, {B, Ko, S}))) ||
+      !has_shape(begin, {B}) || !has_shape(end, {B}) || !has_shape(k, {B}) || !has_shape(capacity, {B}))
+    return invalid("prefetch", "operand shapes do not agree with each other or with the engine's layer");
+  if (!exact && H / Ko * R > 65535) return invalid("prefetch", "G·R must be below 65536");
+
+  l.batch = B;
+  l.kv_heads = Ko;
+  l.group = H / Ko;
+  l.head_dim = D;
+  l.query = query.untyped_data();
+  // Aliased operands: XLA passes the same address twice, and the kernel updates in place.
+  l.label = label_out->untyped_data();
+  l.age = age_out->typed_data();
+  l.importance = importance.typed_data();
+  l.thresholds = thresholds.typed_data();
+  l.max_age = max_age.typed_data();
+  l.hit = reinterpret_cast<uint8_t*>(hit->typed_data());
+
+  s.batch = B;
+  s.kv_heads = Ko;
+  s.group = l.group;
+  s.head_dim = D;
+  s.bits = exact ? 0 : R;
+  s.max_tokens = S;
+  s.k_max = indices->dimensions()[2];
+  s.dtype = l.dtype;
+  s.scale = scale;
+  s.query = l.query;
+  s.weights = weights.typed_data();
+  s.mean = mean.typed_data();
+  s.lse = lse.typed_data();
+  s.codes = codes.typed_data();
+  s.factors = reinterpret_cast<const uint16_t*>(factors.untyped_data());
+  s.rows = call.view.host_rows;
+  s.begin = begin.typed_data();
+  s.end = end.typed_data();
+  s.k = k.typed_data();
+  s.skip = l.hit;
+  s.indices = indices->typed_data();
+
+  p.capacity = capacity.typed_data();
+  p.whole = whole;
+  p.view = call.view;
+  for (int64_t b = 0; b < B; ++b) {
+    const std::string error = selection_error(p, b);
+    if (!error.empty()) return invalid("prefetch", "sequence " + std::to_string(b) + ": " + error);
+  }
+  try {
+    // Normally attention has waited already. The first fill at the end of prefill is followed by another prefetch,
+    // which must not rewrite a request that is being served.
+    const std::string failure = call.engine->wait(call.layer);
+    if (!failure.empty()) return transfer_failed("prefetch", failure);
+    const PrefetchResult result = prefetch(p);
+    call.engine->record_lookup(result.hits, result.misses, result.rows_selected);
+    call.engine->post(call.layer);
+  } catch (const std::exception& e) {
+    return ffi::Error::Internal(std::string("clo_prefetch: ") + e.what());
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace clo
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(clo_prefetch, clo::run,
+                              xla::ffi::Ffi::Bind()
+                                  .Arg<xla::ffi::AnyBuffer>()                      // query [B, H, D]
+                                  .Arg<xla::ffi::AnyBuffer>()                      // label [B, H, D]
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()          // age [B, Ko]
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()          // importance [H]
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()          // thresholds [Ko]
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()          // max_age [B]
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()          // weights [Ko, D, R]
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()          // mean [B, Ko, D]
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()          // lse [B, H]
+                                  .Arg<xla::ffi::Buffer<xla::ffi::U32>>()          // codes [B, Ko, S, R/32]
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F16>>()          // factors [B, Ko, S]
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()          // begin [B]
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()          // end [B]
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()          // k [B]
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()          // capacity [B]
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()          // layer [1]
+                                  .Arg<xla::ffi::Buffer<xla::ffi::U32>>()          // token [1]
+                                  .Ret<xla::ffi::AnyBuffer>()                      // label, aliased
+                                  .Ret<xla::ffi::Buffer<xla::ffi::S32>>()          // age, aliased
+                                  .Ret<xla::ffi::Buffer<xla::ffi::PRED>>()         // hit [B, Ko]
+                                  .Ret<xla::ffi::Buffer<xla::ffi::U32>>()          // token, aliased
+                                  .Ret<xla::ffi::Buffer<xla::ffi::S32>>()          // indices [B, Ko, k_max], scratch
+                                  .Attr<int64_t>("engine")
+                                  .Attr<int64_t>("retriever")
+                                  .Attr<bool>("whole")
+                                  .Attr<float>("scale"));

@@ -1,0 +1,156 @@
+"""Layers that the model families share. Matrix products run in the dtype of the activations; norms and rotary embedding
+in float32. Attention itself is no part of a layer: it sits between `DecoderLayer.qkv` and `.finish`, where the policies
+and their caches are."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from clo_jax.config import ModelConfig
+from clo_jax.models import rope as rope_lib
+
+Rope = tuple[jax.Array, jax.Array]
+
+
+def matmul(x: jax.Array, kernel: jax.Array, contract: int, out: jnp.dtype | None = None) -> jax.Array:
+    """x [..., in] times kernel over its axis `contract`. Float32 means float32: no reduced precision on a GPU."""
+    return jax.lax.dot_general(
+        x,
+        kernel,
+        (((x.ndim - 1,), (contract,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        preferred_element_type=out,
+    )
+
+
+def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float, dtype: jnp.dtype) -> nnx.Param:
+    return nnx.Param((jax.random.normal(rngs.params(), shape, jnp.float32) * scale).astype(dtype))
+
+
+class Linear(nnx.Module):
+    """y = x · kernel (+ bias); kernel [in, out]."""
+
+    def __init__(self, size_in: int, size_out: int, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.kernel = _normal(rngs, (size_in, size_out), size_in**-0.5, dtype)
+        if bias:
+            self.bias = _normal(rngs, (size_out,), 0.02, dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = matmul(x, self.kernel[...], 0)
+        if hasattr(self, "bias"):
+            y = y + self.bias[...].reshape((1,) * (y.ndim - 1) + (-1,))
+        return y
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm over the last axis, float32 inside."""
+
+    def __init__(self, size: int, eps: float, dtype: jnp.dtype):
+        self.eps = eps
+        self.scale = nnx.Param(jnp.ones((size,), dtype))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        scale = self.scale[...].astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+        return (normed * scale).astype(x.dtype)
+
+
+class Projections(nnx.Module):
+    """The four projections around attention."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+        hidden, wide = config.hidden_size, config.num_heads * config.head_dim
+        narrow = config.num_kv_heads * config.head_dim
+        self.q = Linear(hidden, wide, config.qkv_bias, dtype, rngs)
+        self.k = Linear(hidden, narrow, config.qkv_bias, dtype, rngs)
+        self.v = Linear(hidden, narrow, config.qkv_bias, dtype, rngs)
+        self.o = Linear(wide, hidden, config.output_bias, dtype, rngs)
+
+
+class MLP(nnx.Module):
+    """down(silu(gate(x)) · up(x))."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate = Linear(hidden, inner, config.mlp_bias, dtype, rngs)
+        self.up = Linear(hidden, inner, config.mlp_bias, dtype, rngs)
+        self.down = Linear(inner, hidden, config.mlp_bias, dtype, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+class DecoderLayer(nnx.Module):
+    """One layer, cut open at its attention."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.head_dim = config.head_dim
+        self.attn = Projections(config, dtype, rngs)
+        self.mlp = MLP(config, dtype, rngs)
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+
+    def _heads(self, x: jax.Array) -> jax.Array:
+        return x.reshape(*x.shape[:-1], -1, self.head_dim)
+
+    def query(self, x: jax.Array, rope: Rope) -> jax.Array:
+        """Rotated queries [B, N, H, D] of the residual stream x [B, N, hidden]."""
+        return rope_lib.rotate(self._heads(self.attn.q(self.input_norm(x))), rope)
+
+    def qkv(self, x: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Rotated queries [B, N, H, D], rotated keys and values [B, N, K, D] of x [B, N, hidden]."""
+        normed = self.input_norm(x)
+        q, k, v = (self._heads(project(normed)) for project in (self.attn.q, self.attn.k, self.attn.v))
+        return rope_lib.rotate(q, rope), rope_lib.rotate(k, rope), v
+
+    def finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
+        """The layer's output [B, N, hidden] from its input x and what its heads attended to [B, N, H, D]."""
+        x = x + self.attn.o(attended.reshape(*attended.shape[:-2], -1))
+        return x + self.mlp(self.post_norm(x))
+
+
+class Embed(nnx.Module):
+    """Token embedding [V, hidden], and the head of a model with tied embeddings."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.embedding = _normal(rngs, (config.vocab_size, config.hidden_size), config.hidden_size**-0.5, dtype)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return jnp.take(self.embedding[...], tokens, axis=0, mode="clip")
+
+    def attend(self, x: jax.Array) -> jax.Array:
+        """Logits, float32."""
+        return matmul(x, self.embedding[...], 1, jnp.float32)
+
+
+class Head(nnx.Module):
+    """Output projection [hidden, V] of a model with untied embeddings."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.kernel = _normal(rngs, (config.hidden_size, config.vocab_size), config.hidden_size**-0.5, dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Logits, float32."""
+        return matmul(x, self.kernel[...], 0, jnp.float32)
+
+
+class Decoder(nnx.Module):
+    """Embedding, unrolled layers, final norm and head. Holds parameters only; the KV cache is the caller's."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.config = config
+        self.embed = Embed(config, dtype, rngs)
+        self.layers = nnx.List([DecoderLayer(config, dtype, rngs) for _ in range(config.num_layers)])
+        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        if not config.tie_word_embeddings:
+            self.lm_head = Head(config, dtype, rngs)
+
+    def rope(self, positions: jax.Array, seq_len: jax.Array) -> Rope:
+        """See `clo_jax.models.rope.rotation`."""
+        return rope_lib.rotation(self.config, positions, seq_len)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Logits float32 [B, N, V] of the last layer's output x [B, N, hidden]."""
+        normed = self.final_norm(x)
+        return self.embed.attend(normed) if self.config.tie_word_embeddings else self.lm_head(normed)

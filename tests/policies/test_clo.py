@@ -1,0 +1,153 @@
+"""The CLO policy on tiny models: equals full attention at full sparsity, offload changes no token, counts add up."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from clo_jax import generate as gen
+from clo_jax.config import CloConfig
+from clo_jax.policies.clo import HeadScores, take_tail
+from tests import tiny
+
+SMALL = CloConfig(sparsity=0.1, hash_bits=64, sink_tokens=4, recent_tokens=16, flush_tokens=8)
+RETRIEVERS = ("sign", "hata", "exact")
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny.params(tiny.LLAMA)
+
+
+def full_tokens(config, weights, prompts, new, max_tokens=512):
+    return tiny.run(config, weights, tiny.full_policy(config, len(prompts), max_tokens), None, prompts, new).tokens
+
+
+@pytest.mark.parametrize("config", [tiny.LLAMA, tiny.QWEN], ids=["llama", "qwen2"])
+@pytest.mark.parametrize("retriever", RETRIEVERS)
+def test_full_sparsity_equals_full_attention(config, retriever):
+    weights, prompts = tiny.params(config), [tiny.prompt(200), tiny.prompt(33, seed=1)]
+    clo = dataclasses.replace(SMALL, sparsity=1.0, retriever=retriever)
+    with tiny.clo_policy(config, clo, 2, 512) as (policy, engine):
+        session = tiny.run(config, weights, policy, engine, prompts, 128)
+    assert session.tokens == full_tokens(config, weights, prompts, 128)
+
+
+@pytest.mark.parametrize("length", [1, 2, 19, 20, 21, 27, 28, 29, 36])
+def test_contexts_within_the_tail_equal_full_attention(llama, length):
+    with tiny.clo_policy(tiny.LLAMA, SMALL, 1, 512) as (policy, engine):
+        session = tiny.run(tiny.LLAMA, llama, policy, engine, [tiny.prompt(length)], 4)
+    tail = SMALL.sink_tokens + SMALL.recent_tokens
+    if length + 4 <= tail:
+        assert session.tokens == full_tokens(tiny.LLAMA, llama, [tiny.prompt(length)], 4)
+    assert len(session.tokens[0]) == 4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"refresh": "whole", "retain": 1.0},
+        {"retain": 1.0},
+        {"retain": 3.0, "sim_threshold": 1.0},
+        {"retriever": "hata"},
+        {"retriever": "exact"},
+        {"resident_heads": ((1, (0,)), (2, (1,)))},
+        {"refresh_on_flush": False},
+    ],
+    ids=lambda c: "-".join(f"{k}={v}" for k, v in c.items()) or "default",
+)
+def test_offload_changes_no_token(llama, changes):
+    clo = dataclasses.replace(SMALL, **changes)
+    prompts = [tiny.prompt(300), tiny.prompt(150, seed=5)]
+    with tiny.clo_policy(tiny.LLAMA, clo, 2, 512, threads=2) as (policy, engine):
+        engine.inject_delay(300, seed=1)
+        moved = tiny.run(tiny.LLAMA, llama, policy, engine, prompts, 64)
+    with tiny.clo_policy(tiny.LLAMA, clo, 2, 512, kv_offload=False) as (policy, engine):
+        stayed = tiny.run(tiny.LLAMA, llama, policy, engine, prompts, 64)
+    assert moved.tokens == stayed.tokens
+    assert moved.metrics().rows_moved > 0 and stayed.metrics().rows_moved == 0
+
+
+@pytest.mark.slow
+def test_offload_changes_no_token_over_two_thousand_steps(llama):
+    prompts = [tiny.prompt(300)]
+    with tiny.clo_policy(tiny.LLAMA, SMALL, 1, 2304, threads=3) as (policy, engine):
+        engine.inject_delay(500, seed=2)
+        moved = tiny.run(tiny.LLAMA, llama, policy, engine, prompts, 2000)
+    with tiny.clo_policy(tiny.LLAMA, SMALL, 1, 2304, kv_offload=False) as (policy, engine):
+        stayed = tiny.run(tiny.LLAMA, llama, policy, engine, prompts, 2000)
+    assert len(moved.tokens[0]) == 2000 and moved.tokens == stayed.tokens
+
+
+def test_rows_of_a_batch_equal_their_own_runs(llama):
+    prompts = [tiny.prompt(n, seed=n) for n in (1, 7, 63, 64, 65, 200)]
+    with tiny.clo_policy(tiny.LLAMA, SMALL, 6, 512) as (policy, engine):
+        together = tiny.run(tiny.LLAMA, llama, policy, engine, prompts, 40)
+    for row, prompt in enumerate(prompts):
+        with tiny.clo_policy(tiny.LLAMA, SMALL, 1, 512) as (policy, engine):
+            alone = tiny.run(tiny.LLAMA, llama, policy, engine, [prompt], 40)
+        assert together.tokens[row] == alone.tokens[0]
+
+
+def test_counts_by_refresh(llama):
+    prompts = [tiny.prompt(400)]
+    metrics = {}
+    for name, changes in {
+        "whole": {"refresh": "whole", "retain": 1.0}, "delta": {"retain": 1.0}, "retained": {"retain": 2.0},
+    }.items():  # fmt: skip
+        with tiny.clo_policy(tiny.LLAMA, dataclasses.replace(SMALL, **changes), 1, 512) as (policy, engine):
+            metrics[name] = tiny.run(tiny.LLAMA, llama, policy, engine, prompts, 64).metrics()
+            assert engine.counters().rows_posted == engine.counters().rows_moved
+    for m in metrics.values():
+        assert m.bytes_moved == m.rows_moved * 2 * 16 * 4
+        assert 0 <= m.hit_rate < 1
+    assert metrics["whole"].rows_moved == metrics["whole"].rows_selected
+    assert 0 < metrics["delta"].rows_moved < metrics["delta"].rows_selected
+    assert metrics["retained"].rows_moved < metrics["delta"].rows_moved
+
+
+def test_thresholds_decide(llama):
+    prompts = [tiny.prompt(400)]
+    layers, H, K = 3, 6, 2
+    zero = HeadScores(np.zeros((layers, H), np.float32), np.zeros((layers, K), np.float32), "given")
+    with tiny.clo_policy(tiny.LLAMA, dataclasses.replace(SMALL, refresh_on_flush=False), 1, 512, scores=zero) as (
+        policy,
+        engine,
+    ):
+        always = tiny.run(tiny.LLAMA, llama, policy, engine, prompts, 32).metrics()
+    assert always.hit_rate == 1.0 and always.rows_moved == 0 and always.head_scores == "given"
+    assert always.first_fill_rows == 2 * 2 * 40  # once per offloaded head, at prefill
+    with tiny.clo_policy(tiny.LLAMA, dataclasses.replace(SMALL, sim_threshold=1.0), 1, 512) as (policy, engine):
+        assert tiny.run(tiny.LLAMA, llama, policy, engine, prompts, 32).metrics().hit_rate == 0.0
+
+
+def test_decode_holds_no_cache_sized_temporary(llama):
+    config, clo = tiny.LLAMA, dataclasses.replace(SMALL, resident_heads=((0, (0, 1)), (1, (0,))))
+    with tiny.clo_policy(config, clo, 1, 4096) as (policy, engine):
+        tables = policy.tables()
+        layers, shared, logits = gen.prefill(
+            config, policy, llama, tables, jnp.zeros((1, 64), jnp.int32), jnp.array([64], jnp.int32), gen.JITTED
+        )
+        limits = gen.Limits(jnp.array([10], jnp.int32), jnp.full((8,), -1, jnp.int32))
+        state = gen.begin_jitted(layers, shared, logits, jnp.array([64], jnp.int32), None, limits)
+        compiled = gen.decode_chunk_jitted.lower(config, policy, 4, llama, tables, state, None, limits).compile()
+        engine.reset()
+    analysis = compiled.memory_analysis()
+    smallest_cache = min(state.layers[2]["codes"].nbytes, state.layers[0]["resident"].nbytes)
+    assert analysis.temp_size_in_bytes < smallest_cache
+    cache = sum(x.nbytes for layer in state.layers for x in layer.values() if x.size)
+    assert analysis.alias_size_in_bytes >= cache
+
+
+def test_take_tail_places_every_token_that_attention_reads():
+    B, N, sink, ring = 2, 100, 4, 24
+    rows = jnp.broadcast_to(jnp.arange(N, dtype=jnp.float32)[None, None, :, None, None], (B, 1, N, 2, 8))
+    for length in (1, 3, 4, 5, 23, 24, 27, 28, 29, 60, 100):
+        lengths = jnp.array([length, max(length - 1, 1)], jnp.int32)
+        tail = np.asarray(take_tail(rows, lengths, sink, sink + ring))[:, 0, :, 0, 0]
+        for b, n in enumerate(lengths.tolist()):
+            for token in [*range(min(sink, n)), *range(max(sink, n - ring), n)]:
+                index = token if token < sink else sink + (token - sink) % ring
+                assert tail[b, index] == token
