@@ -164,5 +164,6 @@ def engine_for(case, kv_offload=True, delay_us=0):
             engine.selected_rows(0)[...] = POISON
             engine.inject_delay(delay_us, 1)
             slots = np.broadcast_to(np.arange(case.num_slots, dtype=np.int32), (B, Ko, case.num_slots))
-            engine.post(0, counts, engine.slot_tokens(0), slots)
+            engine.stage(0, counts, engine.slot_tokens(0), slots)
+            engine.post(0)
         yield engine
