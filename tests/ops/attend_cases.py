@@ -70,9 +70,9 @@ class Case:
                 lse[b, h] = np.log(weights.sum()) + scores.max()
         return jnp.asarray(out.astype(self.args["query"].dtype)), jnp.asarray(lse, jnp.float32)
 
-    def attend(self, engine, **changes):
-        """The op's results but the token, which must come back as it went in."""
-        token = jnp.asarray([7], jnp.uint32)
+    def attend(self, engine, token=None, **changes):
+        """The op's results but the token."""
+        token = jnp.zeros((1,), jnp.uint32) if token is None else token
         args = {**self.args, **changes}
         handle = 0 if engine is None else engine.handle
         *results, after = op.attend(
