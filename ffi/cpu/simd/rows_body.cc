@@ -16,7 +16,6 @@ constexpr int kHeads = 2;  // 16 registers
 #endif
 constexpr int kRows = 4;  // rows that share one pass over the query
 
-typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t BitVec __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t HalfVec __attribute__((vector_size(2 * kLanes)));
 typedef float Vec4 __attribute__((vector_size(16)));
