@@ -6,7 +6,7 @@ import time
 import numpy as np
 
 from clo_jax import _host
-from clo_jax.errors import TransferError
+from clo_jax.errors import CloError, TransferError
 from clo_jax.transfer.engine import Engine, default_threads
 
 _HEADS, _HEAD_DIM = 8, 128
@@ -18,11 +18,12 @@ _LATENCIES = 50
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """A transfer backend as `doctor` reports it."""
+    """A transfer backend on this machine."""
 
     name: str
     available: bool
     reason: str  # why, or why not
+    gb_per_s: float | None = None  # measured by a probe copy, 1e9 bytes a second; None when there was none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +37,22 @@ class Probe:
 
 
 def backends() -> tuple[Backend, ...]:
-    """All backends, in the order in which "auto" tries them."""
+    """All backends of this version, in the order in which "auto" tries them; nothing is copied."""
     return tuple(Backend(*fields) for fields in _host.backends())
+
+
+def report() -> list[Backend]:
+    """`backends`, each available one probed by a real copy: one whose copy fails is not available, and says why."""
+    return [_probed(backend) for backend in backends()]
+
+
+def _probed(backend: Backend) -> Backend:
+    if not backend.available:
+        return backend
+    try:
+        return dataclasses.replace(backend, gb_per_s=probe(backend.name).gb_per_s)
+    except CloError as error:
+        return dataclasses.replace(backend, available=False, reason=f"its probe copy failed: {error}")
 
 
 def probe(backend: str = "auto", threads: int | None = None) -> Probe:

@@ -1,10 +1,13 @@
 """The transfer engine: host rows, selected-rows buffers and the threads that move rows between them."""
 
+import contextlib
 import dataclasses
 import operator
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -30,6 +33,18 @@ class Counters:
     rows_selected: int  # k summed over refreshes: what whole-head refreshes would have moved
 
 
+@contextlib.contextmanager
+def transfer_errors() -> Iterator[None]:
+    """Around running programs: an op's error about its engine becomes a TransferError in the engine's words."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        why = re.search(r"clo_\w+: (?:transfer failed: (.*)|(engine \d+ is closed.*))", str(error))
+        if why is None:
+            raise
+        raise TransferError(why[1] or why[2]) from error
+
+
 def default_threads() -> int:
     """Transfer threads when none are asked for: half of the cores that this process may use, 1 to 4."""
     return max(1, min(4, len(os.sched_getaffinity(0)) // 2))
@@ -53,6 +68,7 @@ class Engine:
     Raises:
       ValueError: a bad argument, or a backend that is unknown or not in this build.
       MemoryPlanError: the system refuses the memory; names the bytes needed.
+      TransferError: the system refuses the threads.
     """
 
     def __init__(
@@ -89,6 +105,8 @@ class Engine:
             )
         except MemoryError as error:
             raise MemoryPlanError(str(error)) from error
+        except RuntimeError as error:  # a thread that the system refuses
+            raise TransferError(f"the transfer threads could not be started: {error}") from error
 
     def _live(self) -> _host.Engine:
         if self._native is None:

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <memory>
 #include <vector>
 
 #include "clo/params.h"
@@ -12,9 +11,6 @@
 
 namespace clo {
 namespace {
-
-// From this many tokens on, the weights are first copied into contiguous panels.
-constexpr int64_t kPackTokens = 512;
 
 // A non-negative float to half, to nearest, ties to even. Beyond the largest finite half: that one.
 uint16_t to_half(float value) {
@@ -33,23 +29,12 @@ uint16_t factor(float squares, float magnitudes) {
   return magnitudes > 0 && ratio >= 0 ? to_half(ratio) : 0;
 }
 
-void pack(const Panels& from, float* to) {
-  for (int64_t q = 0; q < from.panels; ++q)
-    for (int64_t d = 0; d < from.dim; ++d)
-      std::memcpy(to + (q * from.dim + d) * 32, from.data + q * from.panel_stride + d * from.row_stride, 32 * 4);
-}
-
 }  // namespace
 
 void hash_encode(const HashEncodeParams& p) {
   const CodesTable& table = codes_table();
   const auto centre = p.dtype == DType::kF32 ? table.centre_f32 : table.centre_bf16;
   const int64_t K = p.heads, N = p.tokens, D = p.head_dim, words = p.bits / 32;
-  std::unique_ptr<float[]> packed;
-  if (N >= kPackTokens) {
-    packed.reset(new float[static_cast<size_t>(K * D * p.bits)]);
-    for (int64_t h = 0; h < K; ++h) pack(panels(p.weights + h * D * p.bits, D, p.bits), packed.get() + h * D * p.bits);
-  }
   const int64_t blocks = (N + kEncodeBlock - 1) / kEncodeBlock;
   const int64_t total_us = p.batch * K * N * D * p.bits / 50000;  // about 50 multiply-adds a nanosecond
   parallel_for(p.batch * K * blocks, total_us, [&](int64_t task) {
@@ -57,19 +42,17 @@ void hash_encode(const HashEncodeParams& p) {
     centred.resize(static_cast<size_t>(kEncodeBlock * D));
     const int64_t bh = task / blocks, h = bh % K, begin = task % blocks * kEncodeBlock;
     const int64_t tokens = std::min(kEncodeBlock, N - begin), first = bh * N + begin;
-    Panels w = panels(p.weights + h * D * p.bits, D, p.bits);
-    if (packed) w = {packed.get() + h * D * p.bits, 32, D * 32, words, D};
     float squares[kEncodeBlock], magnitudes[kEncodeBlock];
     const char* x = static_cast<const char*>(p.x) + first * D * dtype_bytes(p.dtype);
     for (int64_t t = 0; t < tokens; ++t)
       squares[t] = centre(x + t * D * dtype_bytes(p.dtype), p.mean + bh * D, D, centred.data() + t * D);
-    table.encode(centred.data(), tokens, w, p.codes + first * words, magnitudes);
+    table.encode(centred.data(), tokens, {p.weights + h * D * p.bits, D, p.bits}, p.codes + first * words, magnitudes);
     for (int64_t t = 0; t < tokens; ++t) p.factors[first + t] = factor(squares[t], magnitudes[t]);
   });
 }
 
-void encode_query_sign(const float* query, int64_t count, const Panels& weights, int8_t* levels, float* steps) {
-  const int64_t bits = 32 * weights.panels;
+void encode_query_sign(const float* query, int64_t count, const Weights& weights, int8_t* levels, float* steps) {
+  const int64_t bits = weights.bits;
   thread_local std::vector<float> z;
   z.resize(static_cast<size_t>(count * bits));
   codes_table().project(query, count, weights, z.data());

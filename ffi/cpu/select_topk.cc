@@ -38,7 +38,7 @@ void prepare(const SelectTopkParams& p, Head& head) {
   if (p.dtype == DType::kF32) widen<float>(query, G * D, head.query.data());
   else widen<BF16>(query, G * D, head.query.data());
   head.keys.resize(static_cast<size_t>((head.count + kScoreBlock - 1) / kScoreBlock * kScoreBlock));
-  const Panels weights = panels(p.weights + head.bh % p.kv_heads * D * p.bits, D, p.bits);
+  const Weights weights{p.weights + head.bh % p.kv_heads * D * p.bits, D, p.bits};
   if (p.retriever == Retriever::kHata) {
     head.codes.resize(static_cast<size_t>(G * words));
     float unused[kEncodeBlock];

@@ -16,7 +16,7 @@ struct Bin {
 };
 
 // The bin of 256 that holds the k-th largest key.
-Bin find(const uint32_t (&histogram)[kCopies][257], int64_t k) {
+Bin find(const uint32_t (&histogram)[kCopies][512], int64_t k) {
   for (uint32_t value = 255;; --value) {
     int64_t n = 0;
     for (const auto& copy : histogram) n += copy[value];
@@ -28,11 +28,14 @@ Bin find(const uint32_t (&histogram)[kCopies][257], int64_t k) {
 }  // namespace
 
 void topk(const uint16_t* keys, int64_t count, int64_t k, int32_t offset, int32_t* indices) {
-  uint32_t high[kCopies][257] = {}, low[kCopies][257] = {};
+  uint32_t high[kCopies][512] = {}, low[kCopies][512] = {};
   for (int64_t i = 0; i < count; ++i) ++high[i % kCopies][keys[i] >> 8];
   const Bin major = find(high, k);
-  // Keys of other bins are counted in a place that nobody reads: cheaper than a branch that is hard to predict.
-  for (int64_t i = 0; i < count; ++i) ++low[i % kCopies][keys[i] >> 8 == major.value ? keys[i] & 255 : 256];
+  // Keys of other bins are counted where nobody reads: a branch would be hard to predict.
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t other = keys[i] >> 8 != major.value;
+    ++low[i % kCopies][(keys[i] & 255u) | other << 8];
+  }
   const Bin minor = find(low, major.rest);
   const uint16_t threshold = static_cast<uint16_t>(major.value << 8 | minor.value);
   int64_t ties = minor.rest;

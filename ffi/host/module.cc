@@ -153,6 +153,7 @@ void bind_engine(nb::module_& m) {
 
 NB_MODULE(_host, m) {
   m.def("registrations", &registrations, "FFI target name -> capsule, for platform cpu.");
+  m.def("instruction_set", &clo::isa_name, "Instruction set of the CPU kernels: generic, avx2 or avx512 (CLO_JAX_ISA overrides).");
   m.def("backends", &backends, "(name, available, reason) of every transfer backend, in the order of \"auto\".");
   m.def("instruction_set", [] { return std::string(clo::isa_name()); },
         "Of the CPU kernels: generic, avx2 or avx512. ValueError when CLO_JAX_ISA names none that works here.");

@@ -1,6 +1,7 @@
 // Small helpers shared by the handlers: dtype translation and argument errors.
 #pragma once
 
+#include <exception>
 #include <string>
 
 #include "clo/dtype.h"
@@ -20,6 +21,17 @@ inline bool translate(ffi::DataType type, DType* out) {
 
 inline ffi::Error invalid(const std::string& op, const std::string& what) {
   return ffi::Error::InvalidArgument("clo_" + op + ": " + what);
+}
+
+// Runs a kernel that may throw (a bad environment variable, no memory): the exception becomes the call's error.
+template <typename Kernel>
+ffi::Error guarded(const std::string& op, Kernel&& kernel) {
+  try {
+    kernel();
+    return ffi::Error::Success();
+  } catch (const std::exception& error) {
+    return ffi::Error(ffi::ErrorCode::kInternal, "clo_" + op + ": " + error.what());
+  }
 }
 
 // The last line of defence: Python has checked with better words. Dimensions must equal `want`; -1 matches any.

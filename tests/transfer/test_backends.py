@@ -36,3 +36,11 @@ def test_the_probe_notices_wrong_rows(monkeypatch):
     monkeypatch.setattr(backends, "Engine", Forgetful)
     with pytest.raises(TransferError, match="backend host: 1 of 13120 rows arrived wrong"):
         backends.probe()
+    host = backends.report()[-1]
+    assert not host.available and host.gb_per_s is None
+    assert host.reason == "its probe copy failed: backend host: 1 of 13120 rows arrived wrong"
+
+
+def test_the_report_measures_what_is_available():
+    for b in backends.report():
+        assert (b.gb_per_s is not None) == b.available and (b.gb_per_s is None or b.gb_per_s > 0.01)

@@ -1,6 +1,8 @@
 """The engine through its Python wrapper: arrays, counters, failures, threads and memory."""
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 
@@ -13,7 +15,7 @@ import pytest
 
 from clo_jax.errors import MemoryPlanError, TransferError
 from clo_jax.ops.offload import offload
-from clo_jax.transfer.engine import Engine, default_threads
+from clo_jax.transfer.engine import Engine, default_threads, transfer_errors
 
 SHAPE = dict(kv_heads=[2, 0, 3], batch=2, max_tokens=64, num_slots=8, head_dim=16, dtype=np.float32)
 FOREVER_US = 10**9  # of injected delay; every test that uses it must end long before
@@ -109,12 +111,14 @@ def test_handles_are_reused_and_a_dead_one_is_named():
     first.close()
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"engine {handle} is closed"):
         run()
+    with pytest.raises(TransferError, match=f"^engine {handle} is closed; a program compiled for"), transfer_errors():
+        run()
     third = engine()
     assert third.handle == handle
     run()
     assert (third.host_rows(0)[:, :, :8] == 1).all()
-    with pytest.raises(jax.errors.JaxRuntimeError, match="layer is 3, the engine has 3"):
-        run(layer=3)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="layer is 3, the engine has 3"), transfer_errors():
+        run(layer=3)  # a wrong call, which stays what it is
     with pytest.raises(jax.errors.JaxRuntimeError, match="KV heads 2.*layer 2 of the engine.*KV heads 3"):
         run(layer=2)
     second.close()
@@ -252,6 +256,34 @@ def test_an_engine_that_cannot_be_made_leaves_nothing_behind():
         full_request(e, 0)
         e.post(0)
         e.wait(0)
+
+
+SCARCE = """
+import collections, resource
+import numpy as np, psutil
+from clo_jax.errors import CloError
+from clo_jax.transfer.engine import Engine
+
+process = psutil.Process()
+threads, seen = process.num_threads(), collections.Counter()
+for megabytes in range(0, 160, 4):
+    limit = process.memory_info().vms + megabytes * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    try:
+        Engine([4, 4], 2, 4096, 2048, 64, np.float32, threads=4).close()
+        seen["made"] += 1
+    except CloError as error:
+        seen[f"{type(error).__name__}: {str(error).split(':')[0]}"] += 1
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert process.num_threads() == threads
+print(sorted(seen))
+"""
+
+
+def test_scarce_memory_is_refused_at_every_step_and_the_next_engine_works():
+    out = subprocess.run([sys.executable, "-c", SCARCE], capture_output=True, text=True, check=True).stdout
+    for want in ("MemoryPlanError: host rows", "MemoryPlanError: selected rows", "TransferError: the transfer", "made"):
+        assert want in out
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,10 @@
 
 namespace clo {
 
-// Weights [dim, bits] seen as panels of 32 columns, one code word each. Element (d, j) of panel q is
-// data[q * panel_stride + d * row_stride + j].
-struct Panels {
+// Projections [dim, bits] of one head; 32 columns make a code word.
+struct Weights {
   const float* data;
-  int64_t row_stride, panel_stride, panels, dim;
+  int64_t dim, bits;
 };
 
 constexpr int64_t kEncodeBlock = 64;  // most tokens of one call of encode
@@ -19,12 +18,12 @@ struct CodesTable {
   float (*centre_f32)(const void* x, const float* mean, int64_t dim, float* out);
   float (*centre_bf16)(const void* x, const float* mean, int64_t dim, float* out);
 
-  // p = x·W for x [tokens, dim], tokens <= kEncodeBlock: codes [tokens, panels] get the bits p > 0, magnitudes [tokens] the
+  // p = x·W for x [tokens, dim], tokens <= kEncodeBlock: codes [tokens, bits/32] get the bits p > 0, magnitudes [tokens] the
   // sum of |p|. A token's result does not depend on the tokens beside it.
-  void (*encode)(const float* x, int64_t tokens, const Panels& w, uint32_t* codes, float* magnitudes);
+  void (*encode)(const float* x, int64_t tokens, const Weights& w, uint32_t* codes, float* magnitudes);
 
-  // out [tokens, 32·panels] = x·W.
-  void (*project)(const float* x, int64_t tokens, const Panels& w, float* out);
+  // out [tokens, bits] = x·W.
+  void (*project)(const float* x, int64_t tokens, const Weights& w, float* out);
 
   // step = max|z| / 7, levels = round(z / step), ties to even; returns the step. Levels and step are 0 when z is zero or
   // not finite.

@@ -1,28 +1,11 @@
 #include "cpu/simd/scores.h"
 
+#include "cpu/simd/exp.h"
 #include "cpu/simd/lookup.h"
 #include "cpu/simd/vector.h"
 
 namespace clo {
 namespace {
-
-// exp(x) with a relative error below 2^-16 for x in [-87, 80]: most of it from rounding x·log2(e), the polynomial's part is
-// 8e-8. Below -87 and for NaN: 0, so that a score is never subnormal. Above 80: exp(80), so that a sum over a group
-// stays finite.
-CLO_INLINE float clamped_exp(float x) {
-  const float bounded = x > -87.0f ? (x < 80.0f ? x : 80.0f) : -87.0f;
-  const float t = bounded * 1.44269504f;
-  const int32_t whole = static_cast<int32_t>(t + 128.5f) - 128;  // t > -128, so truncation rounds down
-  const float f = t - static_cast<float>(whole);                 // in [-0.5, 0.5]
-  float p = 0.00132764713f;
-  p = p * f + 0.00967554096f;
-  p = p * f + 0.0555071309f;
-  p = p * f + 0.240221202f;
-  p = p * f + 0.693146944f;
-  p = p * f + 1.00000012f;
-  const float value = bits_to_float(float_to_bits(p) + (static_cast<uint32_t>(whole) << 23));
-  return x >= -87.0f ? value : 0.0f;
-}
 
 CLO_INLINE float half_to_float(uint16_t half) {
   const uint32_t shifted = static_cast<uint32_t>(half & 0x7fffu) << 13, sign = static_cast<uint32_t>(half >> 15) << 31;
@@ -33,21 +16,31 @@ CLO_INLINE float half_to_float(uint16_t half) {
   return bits_to_float(bits | sign);
 }
 
+CLO_INLINE void add_exp(const float* logits, float* scores) {
+  for (int m = 0; m < kBlock; m += kLanes) store(scores + m, load(scores + m) + clamped_exp(load(logits + m)));
+}
+
 // The 16 leading value bits of scores >= 0: they sort as the scores do.
 CLO_INLINE void to_keys(const float* scores, uint16_t* keys) {
   for (int m = 0; m < kBlock; ++m) keys[m] = static_cast<uint16_t>(float_to_bits(scores[m]) >> 15);
 }
 
 int32_t build_lookup(const int8_t* levels, int64_t words, uint8_t* lookup) {
+  typedef int8_t Entries __attribute__((vector_size(16)));
+  const Entries bit0 = {0, -1, 0, -1, 0, -1, 0, -1, 0, -1, 0, -1, 0, -1, 0, -1};
+  const Entries bit1 = {0, 0, -1, -1, 0, 0, -1, -1, 0, 0, -1, -1, 0, 0, -1, -1};
+  const Entries bit2 = {0, 0, 0, 0, -1, -1, -1, -1, 0, 0, 0, 0, -1, -1, -1, -1};
+  const Entries bit3 = {0, 0, 0, 0, 0, 0, 0, 0, -1, -1, -1, -1, -1, -1, -1, -1};
   int32_t sum = 0;
   for (int64_t w = 0; w < words; ++w) {
     for (int h = 0; h < 2; ++h)
       for (int b = 0; b < 4; ++b) {
         const int8_t* z = levels + w * 32 + b * 8 + h * 4;
-        uint8_t* entries = lookup + ((w * 2 + h) * 4 + b) * 16;
-        for (int i = 0; i < 16; ++i)
-          entries[i] = static_cast<uint8_t>(28 + ((i & 1) ? z[0] : 0) + ((i & 2) ? z[1] : 0) + ((i & 4) ? z[2] : 0) +
-                                            ((i & 8) ? z[3] : 0));
+        const Entries zero = {};
+        const Entries entries =
+            (zero + int8_t{28}) + (bit0 & (zero + z[0])) + (bit1 & (zero + z[1])) + (bit2 & (zero + z[2])) +
+            (bit3 & (zero + z[3]));
+        std::memcpy(lookup + ((w * 2 + h) * 4 + b) * 16, &entries, 16);
       }
     for (int r = 0; r < 32; ++r) sum += levels[w * 32 + r];
   }
@@ -103,10 +96,10 @@ void sign(const uint32_t* codes, const uint16_t* factors, int64_t n, const SignQ
       for (int64_t j = 0; j < part.group; ++j) {
         const float slope = query.slopes[g + j], offset = query.offsets[g + j];
         const int32_t shift = query.shifts[g + j];
-        for (int m = 0; m < kBlock; ++m) {
-          const float dot = static_cast<float>(2 * sums[j * kBlock + m] - shift);
-          scores[m] += clamped_exp(slope * factor[m] * dot + offset);
-        }
+        float logits[kBlock];
+        for (int m = 0; m < kBlock; ++m)
+          logits[m] = slope * factor[m] * static_cast<float>(2 * sums[j * kBlock + m] - shift) + offset;
+        add_exp(logits, scores);
       }
     }
     to_keys(scores, keys + i);
@@ -168,7 +161,8 @@ void exact(const void* rows, int64_t n, int64_t dim, const float* query, int64_t
         for (int64_t d = 0; d < dim; ++d) dot += query[g * dim + d] * element(key, d);
         dots[m] = dot;
       }
-      for (int m = 0; m < kBlock; ++m) scores[m] += clamped_exp(scale * dots[m] + offsets[g]);
+      for (int m = 0; m < kBlock; ++m) dots[m] = scale * dots[m] + offsets[g];
+      add_exp(dots, scores);
     }
     to_keys(scores, keys + i);
   }

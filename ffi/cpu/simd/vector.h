@@ -28,6 +28,7 @@ constexpr int kLanes = 4;
 #endif
 
 typedef float Vec __attribute__((vector_size(4 * kLanes)));
+typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
 
 CLO_INLINE Vec load(const float* p) {
   Vec v;
@@ -51,6 +52,21 @@ CLO_INLINE uint32_t positive(Vec v) {
   uint32_t bits = 0;
   for (int i = 0; i < kLanes; ++i) bits |= static_cast<uint32_t>(v[i] > 0) << i;
   return bits;
+#endif
+}
+
+// To the nearest integer, ties to even.
+CLO_INLINE IntVec round_even(Vec v) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<IntVec>(_mm512_maskz_cvtps_epi32(~__mmask16{0}, v));
+#elif defined(__AVX__)
+  return reinterpret_cast<IntVec>(_mm256_cvtps_epi32(v));
+#elif defined(__SSE2__)
+  return reinterpret_cast<IntVec>(_mm_cvtps_epi32(v));
+#else
+  IntVec out;
+  for (int i = 0; i < kLanes; ++i) out[i] = static_cast<int32_t>(__builtin_nearbyintf(v[i]));
+  return out;
 #endif
 }
 
