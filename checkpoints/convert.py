@@ -104,7 +104,7 @@ def convert(
     start = time.monotonic()
     opened = open_source(source)
     out = _target(Path(out), opened.path, force)
-    config = model_config(opened.config, opened.path)
+    config = model_config(opened.config, opened.files[0])
     chosen = lossless_dtype(opened) if dtype == "auto" else dtype
     table = keys.match(opened, abstract_params(config, jnp.dtype(chosen)))
     texts = opened.texts(None if tokenizer is None else Path(tokenizer).expanduser(), with_tokenizer)

@@ -34,13 +34,17 @@ def parse_json(text: bytes, name: str | os.PathLike) -> dict[str, Any]:
     return value
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; a `CheckpointError` names the file when it is absent, unreadable or malformed."""
+def read_bytes(path: Path) -> bytes:
+    """Contents of a file; a `CheckpointError` names it when it cannot be read."""
     try:
-        text = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
-    return parse_json(text, path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; a `CheckpointError` names the file when it is absent, unreadable or malformed."""
+    return parse_json(read_bytes(path), path)
 
 
 def read_json_if_there(path: Path) -> dict[str, Any] | None:

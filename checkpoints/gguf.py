@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from clo_jax.checkpoints import gguf_config, gguf_tokenizer
-from clo_jax.checkpoints.files import json_bytes
+from clo_jax.checkpoints.files import json_bytes, read_bytes
 from clo_jax.checkpoints.source import TensorInfo
 from clo_jax.errors import CheckpointError
 
@@ -131,7 +131,7 @@ class GgufFile:
                 raise CheckpointError(f"{self.path}: {error}") from None
             self.notes += notes
         else:
-            found["tokenizer.json"] = tokenizer.read_bytes()
+            found["tokenizer.json"] = read_bytes(tokenizer)
         return found | gguf_tokenizer.texts(self.metadata)
 
 

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import safetensors
 
-from clo_jax.checkpoints.files import read_json, read_json_if_there
+from clo_jax.checkpoints.files import read_bytes, read_json, read_json_if_there
 from clo_jax.checkpoints.source import TensorInfo
 from clo_jax.errors import CheckpointError
 
@@ -76,11 +76,11 @@ class HuggingFaceFolder:
         return array.reshape(info.shape)
 
     def texts(self, tokenizer: Path | None, with_tokenizer: bool) -> dict[str, bytes]:
-        found = {name: (self.path / name).read_bytes() for name in _TEXTS if (self.path / name).exists()}
-        found["config.json"] = (self.path / "config.json").read_bytes()
+        found = {name: read_bytes(self.path / name) for name in _TEXTS if (self.path / name).exists()}
+        found["config.json"] = read_bytes(self.path / "config.json")
         source = tokenizer or self.path / "tokenizer.json"
-        if with_tokenizer and source.exists():
-            found["tokenizer.json"] = source.read_bytes()
+        if with_tokenizer and (tokenizer is not None or source.exists()):
+            found["tokenizer.json"] = read_bytes(source)
         elif with_tokenizer:
             self.notes += (f"{source} is not there: the checkpoint takes and gives token ids only",)
         return found

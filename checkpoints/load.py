@@ -80,7 +80,8 @@ def load_checkpoint(
       path: the folder; relative, `~`, links and trailing slashes are fine.
       dtype: of the parameters in memory; "auto": as stored.
       sharding: where to: one sharding for all, or nested dicts of them like the parameters. None: the default device.
-      check: compare each file with its SHA-256 (beside the reading, by a few threads). Sizes are always compared.
+      check: compare each file with its SHA-256 (large ones while they are read, by a few threads). Sizes are always
+        compared.
 
     Returns:
       The architecture; the parameters, nested dicts of `jax.Array` (the nesting of `models.build`); what else is known.
@@ -93,6 +94,8 @@ def load_checkpoint(
     if dtype not in ("auto", "float32", "bfloat16"):
         raise ValueError(f"dtype: got {dtype!r}, wanted auto, float32 or bfloat16")
     config, info = read_info(path)
+    if check:
+        check_digests(info.path, info.manifest, large=False)
     abstract = abstract_params(config, np.dtype(jax.numpy.dtype(info.dtype if dtype == "auto" else dtype)))
     if sharding is not None:
         shardings = (
@@ -102,7 +105,7 @@ def load_checkpoint(
             lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), abstract, shardings
         )
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        checked = pool.submit(check_digests, info.path, info.manifest) if check else None
+        checked = pool.submit(check_digests, info.path, info.manifest, large=True) if check else None
         try:
             params = orbax_io.load(info.path / PARAMS, abstract)
         except CheckpointError:

@@ -13,6 +13,7 @@ FORMAT_VERSION = 1
 MANIFEST = "clo_jax.json"
 PARAMS = "params"
 PARTIAL_SUFFIX = ".partial"
+_LARGE_BYTES = 4 << 20
 _ORBAX_MARK = "orbax.checkpoint"
 
 
@@ -84,13 +85,13 @@ def locate(path: str | os.PathLike) -> Path:
     if not path.is_dir():
         hint = f"; convert it first: clo-jax convert {given} OUT" if path.suffix == ".gguf" else ""
         raise CheckpointError(f"{given}: a file, wanted a checkpoint folder{hint}")
+    if path.name.endswith(PARTIAL_SUFFIX):
+        raise CheckpointError(f"{given}: left over from an unfinished conversion; convert again")
     if (path / MANIFEST).is_file():
         return path
     for levels, parent in enumerate(path.parents[:2], start=1):
         if (parent / MANIFEST).is_file() and (path.name == PARAMS or path.parent.name == PARAMS):
             raise CheckpointError(f"{given}: inside a checkpoint, {levels} level(s) too deep; wanted {parent}")
-    if path.name.endswith(PARTIAL_SUFFIX):
-        raise CheckpointError(f"{given}: left over from an unfinished conversion; convert again")
     inner = sorted(child.name for child in path.iterdir() if (child / MANIFEST).is_file())
     if inner:
         raise CheckpointError(f"{given}: one level above a checkpoint; wanted one of: {', '.join(inner)}")
@@ -117,14 +118,20 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
     _report(folder, problems)
 
 
-def check_digests(folder: Path, manifest: Manifest) -> None:
-    """Raises a `CheckpointError` that lists the files whose contents differ from what was written."""
-    found = digests(folder / name for name in manifest.files)
+def check_digests(folder: Path, manifest: Manifest, *, large: bool) -> None:
+    """Raises a `CheckpointError` that lists the files whose contents differ from what was written.
+
+    Args:
+      large: look at the files of 4 MiB and more, or at all the others. The others (names, shapes, configuration) are
+        checked before anything reads them, the large ones while they are being read.
+    """
+    chosen = {name: stored for name, stored in manifest.files.items() if (stored.bytes >= _LARGE_BYTES) == large}
+    found = digests(folder / name for name in chosen)
     _report(
         folder,
         [
             f"{name}: SHA-256 differs from what was written"
-            for (name, stored), digest in zip(manifest.files.items(), found, strict=True)
+            for (name, stored), digest in zip(chosen.items(), found, strict=True)
             if stored.sha256 != digest
         ],
     )

@@ -1,7 +1,7 @@
 """Long-context decoding in JAX with the KV cache in host memory (CLO: CPU-light KV cache offloading).
 
-    with clo_jax.LLM.load("my-model") as llm:
-        print(llm.generate("Hello", max_new_tokens=20)[0].text)
+with clo_jax.LLM.load("my-model") as llm:
+    print(llm.generate("Hello", max_new_tokens=20)[0].text)
 """
 
 import importlib

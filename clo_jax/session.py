@@ -22,7 +22,7 @@ from clo_jax.policies.base import Policy
 from clo_jax.policies.clo import CloPolicy
 from clo_jax.results import Metrics
 from clo_jax.sampling import Sampling
-from clo_jax.transfer.engine import Engine
+from clo_jax.transfer.engine import Engine, transfer_errors
 
 STOP_SLOTS = 8  # stop ids are padded to a multiple of this, so that their number compiles nothing
 
@@ -95,7 +95,7 @@ class Session:
         stop = sorted(self._stop)
         padded = stop + [-1] * (-len(stop) % STOP_SLOTS or (STOP_SLOTS if not stop else 0))
         limits = Limits(jnp.asarray(request.max_new_tokens, jnp.int32), jnp.asarray(padded, jnp.int32))
-        with deferred_interrupt():
+        with deferred_interrupt(), transfer_errors():
             lengths = jnp.asarray(lengths)
             layers, shared, logits = prefill(
                 self._model, self._policy, self._params, self._tables, jnp.asarray(tokens), lengths,
@@ -111,7 +111,7 @@ class Session:
         compiling, start = CompileClock(), time.perf_counter()
         paused = 0.0
         while not done.all():
-            with deferred_interrupt():
+            with deferred_interrupt(), transfer_errors():
                 out, state = decode_chunk_jitted(
                     self._model, self._policy, self._chunk, self._params, self._tables, state, request.sampling, limits
                 )

@@ -101,7 +101,8 @@ def demo(
     from clo_jax.llm import LLM
 
     prompt, number, results = "", "", {}
-    for run in RUNS:
+    for number_of_run, run in enumerate(RUNS, 1):
+        _console.note(f"run {number_of_run} of {len(RUNS)}: {run.name}")
         with LLM.load(checkpoint, max_context=MAX_CONTEXT, max_batch=1, **run.load) as llm:
             if not prompt:
                 text, number = document(llm.tokenizer, document_tokens, seed)
@@ -169,14 +170,15 @@ def parts_table(clo: Any) -> Table:
 
 
 def moved_table(metrics: dict[str, Any]) -> Table:
-    """Rows moved by the three ways to refresh a head, for the same number of decoded tokens."""
+    """Rows moved by the three ways to refresh a head, for the same number of decoded tokens; the share is that of the
+    rows which refreshing the same heads as a whole would have moved."""
     table = Table(title="rows moved while decoding", title_justify="left")
-    for column in ("refresh", "rows moved", "of selected", "bytes", "hit rate"):
+    for column in ("refresh", "rows moved", "share of whole", "bytes", "hit rate"):
         table.add_column(column, justify="left" if column == "refresh" else "right")
     rows = (("whole heads", "clo, whole refresh"), ("delta, c = 1", "clo, delta"), ("delta, c = 1.5", "clo"))
     for label, name in rows:
         m = metrics[name]
         share = f"{m.rows_moved / m.rows_selected:.2f}" if m.rows_selected else "-"
         hit_rate = "-" if m.hit_rate is None else f"{m.hit_rate:.2f}"
-        table.add_row(label, str(m.rows_moved), share, _console.human_bytes(m.bytes_moved), hit_rate)
+        table.add_row(label, f"{m.rows_moved:,}", share, _console.human_bytes(m.bytes_moved), hit_rate)
     return table

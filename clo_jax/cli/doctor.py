@@ -1,5 +1,6 @@
 """`clo-jax doctor`: what is installed, what this machine can do, and what AUTO would pick."""
 
+import dataclasses
 import os
 from typing import Any
 
@@ -19,7 +20,43 @@ HONOURED = (
 )
 
 
-def auto_choice(backends: list[Any]) -> tuple[str | None, str]:
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """A transfer backend after its probe copy."""
+
+    name: str
+    available: bool
+    reason: str
+    gb_per_s: float | None = None  # 1e9 bytes a second
+    latency_us: float | None = None  # from the post of one row to its delivery
+    threads: int | None = None
+
+
+def check_backends() -> list[Checked]:
+    """Every backend in the order of AUTO; a backend whose probe copy fails is not available."""
+    from clo_jax.errors import TransferError
+    from clo_jax.transfer.backends import backends, probe
+
+    checked = []
+    for backend in backends():
+        result = Checked(backend.name, backend.available, backend.reason)
+        if backend.available:
+            try:
+                measured = probe(backend.name)
+            except TransferError as error:
+                result = dataclasses.replace(result, available=False, reason=str(error))
+            else:
+                result = dataclasses.replace(
+                    result,
+                    gb_per_s=measured.gb_per_s,
+                    latency_us=measured.latency_us,
+                    threads=measured.threads,
+                )
+        checked.append(result)
+    return checked
+
+
+def auto_choice(backends: list[Checked]) -> tuple[str | None, str]:
     """(name, why) of the backend that AUTO takes: the first that works, in the order of preference."""
     skipped = []
     for backend in backends:
@@ -35,10 +72,9 @@ def collect() -> dict[str, Any]:
     import jax
 
     from clo_jax import _host, memory
-    from clo_jax.transfer import backends
 
     with _console.progress("probing the transfer backends"):
-        probed = backends.report()
+        probed = check_backends()
     name, why = auto_choice(probed)
     return {
         "versions": versions(),
@@ -86,10 +122,12 @@ def print_report(facts: dict[str, Any]) -> None:
     for key, value in facts["environment"].items():
         print(f"{'environment':<17} {key}={value}")
     table = Table(title="transfer backends", title_justify="left")
-    for column in ("backend", "available", "probe copy", "reason"):
-        table.add_column(column, justify="right" if column == "probe copy" else "left")
+    for column in ("backend", "available", "probe copy", "one row", "threads", "reason"):
+        table.add_column(column, justify="right" if column in ("probe copy", "one row", "threads") else "left")
     for backend in facts["backends"]:
-        speed = "-" if backend.gb_per_s is None else f"{backend.gb_per_s:.1f} GB/s"
-        table.add_row(backend.name, "yes" if backend.available else "no", speed, backend.reason)
+        measured = ("-", "-", "-")
+        if backend.gb_per_s is not None:
+            measured = (f"{backend.gb_per_s:.1f} GB/s", f"{backend.latency_us:.0f} us", str(backend.threads))
+        table.add_row(backend.name, "yes" if backend.available else "no", *measured, backend.reason)
     _console.stdout().print(table)
     print(f"AUTO takes {facts['auto']['backend']}: {facts['auto']['why']}")

@@ -120,9 +120,10 @@ def attend(
       tail, codes, factors and token, updated in place when their arguments are donated.
 
     Raises:
-      ValueError: shapes, dtypes or attributes that do not agree.
-      jax.errors.JaxRuntimeError: at run time, for a position or flushed token out of range, an engine that is gone or
-        has another shape, or a transfer that failed or timed out (with the engine's text).
+      ValueError: shapes, dtypes or attributes that do not agree; at run time, a position or flushed token out of range,
+        or an engine of another shape.
+      jax.errors.JaxRuntimeError: at run time, an engine that is closed, or a transfer that failed or timed out, with
+        the engine's text.
     """
     _check.dtype("query", query, *_check.ACTIVATION_DTYPES)
     _check.shape("query", query, (None, None, None), "[B, H, D]")

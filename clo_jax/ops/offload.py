@@ -50,7 +50,5 @@ def offload(rows, begin, end, layer, token, *, engine, sink):
     if sink < 0:
         raise ValueError(f"sink: got {sink}, wanted an integer >= 0")
     register_all()
-    call = jax.ffi.ffi_call(
-        "clo_offload", jax.ShapeDtypeStruct((1,), jnp.uint32), has_side_effect=True, input_output_aliases={4: 0}
-    )
+    call = jax.ffi.ffi_call("clo_offload", jax.ShapeDtypeStruct((1,), jnp.uint32), input_output_aliases={4: 0})
     return call(rows, begin, end, layer, token, engine=np.int64(engine), sink=np.int64(sink))

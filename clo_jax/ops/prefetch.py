@@ -78,6 +78,8 @@ def reference(
       label, age, hit as `prefetch` does; the new slot table; moves[b][h], each head's list of (token, slot).
     """
     hit, label, age = cache_lookup.reference(query, label, age, importance, thresholds, max_age)
+    nothing = (k == 0)[:, None]
+    hit, age = hit | nothing, jnp.where(nothing, -1, age)
     indices = select_topk.reference(
         query,
         weights,
@@ -147,7 +149,8 @@ def prefetch(
         log-sum-exp of the last step. codes: [B, Ko, S, R/32] uint32. factors: [B, Ko, S] float16. As in `select_topk`;
         for retriever "exact", which reads the engine's host rows, weights, codes and factors may be of size 0.
       begin, end: [B] int32; candidates are tokens [begin, end), 0 <= begin <= end <= S.
-      k: [B] int32; tokens to select, at most k_max and capacity. Fewer candidates than k: all of them.
+      k: [B] int32; tokens to select, at most k_max and capacity. Fewer candidates than k: all of them. 0: the
+        sequence's heads move nothing, are not counted, and get age -1, so that they miss once there is something.
       capacity: [B] int32; slots that each head of the sequence may fill, at most the engine's C.
       layer: [1] int32; index of the layer in the engine.
       token: [1] uint32; orders calls with engine effects.
@@ -218,7 +221,6 @@ def prefetch(
             jax.ShapeDtypeStruct((1,), jnp.uint32),
             jax.ShapeDtypeStruct((B, Ko, k_max), jnp.int32),
         ),
-        has_side_effect=True,
         input_output_aliases={1: 0, 2: 1, 16: 3},
     )
     operands = (query, label, age, importance, thresholds, max_age, weights, mean, lse, codes, factors)

@@ -78,6 +78,12 @@ void replace_difference(Head& h, const int32_t* selected, int32_t n, int32_t cap
 
 PrefetchResult prefetch(const PrefetchParams& p) {
   cache_lookup(p.lookup);
+  // With nothing to select there is no set to reuse: the heads move nothing now and miss as soon as there is.
+  for (int64_t b = 0; b < p.view.batch; ++b) {
+    if (p.select.k[b] > 0) continue;
+    std::fill_n(p.lookup.hit + b * p.view.kv_heads, p.view.kv_heads, uint8_t{1});
+    std::fill_n(p.lookup.age + b * p.view.kv_heads, p.view.kv_heads, -1);
+  }
   select_topk(p.select);
 
   thread_local Workspace workspace;
@@ -88,7 +94,7 @@ PrefetchResult prefetch(const PrefetchParams& p) {
   for (int64_t i = 0; i < v.batch * v.kv_heads; ++i) {
     v.request.counts[i] = 0;
     if (p.lookup.hit[i]) {
-      ++result.hits;
+      result.hits += p.select.k[i / v.kv_heads] > 0;
       continue;
     }
     const int64_t C = v.num_slots;

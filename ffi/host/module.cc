@@ -7,6 +7,7 @@
 
 #include <initializer_list>
 #include <memory>
+#include <string>
 #include <utility>
 
 #include "cpu/simd/dispatch.h"
@@ -154,6 +155,8 @@ NB_MODULE(_host, m) {
   m.def("registrations", &registrations, "FFI target name -> capsule, for platform cpu.");
   m.def("instruction_set", &clo::isa_name, "Instruction set of the CPU kernels: generic, avx2 or avx512 (CLO_JAX_ISA overrides).");
   m.def("backends", &backends, "(name, available, reason) of every transfer backend, in the order of \"auto\".");
+  m.def("instruction_set", [] { return std::string(clo::isa_name()); },
+        "Of the CPU kernels: generic, avx2 or avx512. ValueError when CLO_JAX_ISA names none that works here.");
   m.def("build_info", &build_info, "How this module was built: jaxlib headers, compiler, build type, CUDA, backends.");
   bind_engine(m);
 }

@@ -116,10 +116,39 @@ void test_powers_of_two() {
   }
 }
 
+// Zero keys: the result is the mean of the values, here of 0, 1, ..., count - 1. Buffers are exactly as long as needed,
+// so that the address sanitizer sees any access beside them.
+template <typename T>
+void average(void (*kernel)(const clo::RowsBlock&), int64_t G, int64_t D, int64_t count) {
+  std::vector<float> query(G * D, 1.0f), max(G, -std::numeric_limits<float>::infinity()), sum(G), acc(G * D);
+  std::vector<T> rows(count * 2 * D);
+  std::vector<const void*> addresses(count);
+  for (int64_t r = 0; r < count; ++r) {
+    addresses[r] = rows.data() + r * 2 * D;
+    for (int64_t d = 0; d < 2 * D; ++d) clo::from_float(d < D ? 0.0f : static_cast<float>(r), &rows[r * 2 * D + d]);
+  }
+  kernel({query.data(), G, D, addresses.data(), count, addresses.data(), count, max.data(), sum.data(), acc.data()});
+  for (int64_t g = 0; g < G; ++g) {
+    assert(max[g] == 0 && sum[g] == static_cast<float>(count));
+    for (int64_t d = 0; d < D; ++d)
+      assert(std::fabs(acc[g * D + d] / sum[g] - 0.5f * static_cast<float>(count - 1)) < 1e-4);
+  }
+}
+
+void test_every_shape_of_a_block() {
+  for (int64_t G = 1; G <= 9; ++G)
+    for (const int64_t D : {1, 4, 20, 64, 80, 96, 128, 256})
+      for (const int64_t count : {1, 2, 3, 4, 5, 15, 16, 17, 63, 64}) {
+        average<float>(clo::rows_table().f32, G, D, count);
+        average<clo::BF16>(clo::rows_table().bf16, G, D, count);
+      }
+}
+
 }  // namespace
 
 int main() {
   test_waits_after_the_rows_at_hand_and_before_the_selected_ones();
   test_a_failed_wait_gives_its_text_and_attends_to_the_rest();
   test_powers_of_two();
+  test_every_shape_of_a_block();
 }

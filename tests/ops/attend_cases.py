@@ -3,12 +3,15 @@
 import contextlib
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from clo_jax.ops import attend as op
+from clo_jax.ops.offload import offload
 from clo_jax.transfer.engine import Engine
 
+_reference = jax.jit(op.reference, static_argnames=("sink", "scale"))
 POISON = 1e4  # of rows that nobody may read: finite, since the reference multiplies them by 0
 
 
@@ -40,11 +43,36 @@ class Case:
         return jnp.asarray(rows), jnp.asarray(counts)
 
     def reference(self):
-        return op.reference(*self.args.values(), *self.selected_rows, sink=self.sink, scale=self.scale)
+        """The reference computes in float32, so one compiled program serves both dtypes."""
+        dtype = self.args["query"].dtype
+        args = [x.astype(jnp.float32) if x.dtype == dtype else x for x in (*self.args.values(), *self.selected_rows)]
+        out, lse, resident, tail, *codes = _reference(*args, sink=self.sink, scale=self.scale)
+        return out.astype(dtype), lse, resident.astype(dtype), tail.astype(dtype), *codes
 
-    def attend(self, engine, **changes):
-        """The op's results but the token, which must come back as it went in."""
-        token = jnp.asarray([7], jnp.uint32)
+    def definition(self):
+        """out and lse in float64 NumPy, from the sets of tokens that the heads attend to by definition."""
+        query = np.asarray(self.args["query"], np.float64)
+        B, H, D = query.shape
+        K, Ko = self.history.shape[1], self.args["tail"].shape[1]
+        out, lse = np.empty((B, H, D)), np.empty((B, H))
+        for b in range(B):
+            position, flushed = int(self.args["position"][b]), int(self.args["flushed"][b])
+            for h in range(H):
+                head = h // (H // K)
+                tokens = list(range(position + 1))
+                if head < Ko:
+                    recent = range(max(self.sink, flushed), position + 1)
+                    tokens = [*self.slots[b][head], *tokens[: self.sink], *recent]
+                rows = self.history[b, head, tokens].astype(np.float64)
+                scores = rows[:, 0] @ query[b, h] * self.scale
+                weights = np.exp(scores - scores.max())
+                out[b, h] = weights @ rows[:, 1] / weights.sum()
+                lse[b, h] = np.log(weights.sum()) + scores.max()
+        return jnp.asarray(out.astype(self.args["query"].dtype)), jnp.asarray(lse, jnp.float32)
+
+    def attend(self, engine, token=None, **changes):
+        """The op's results but the token."""
+        token = jnp.zeros((1,), jnp.uint32) if token is None else token
         args = {**self.args, **changes}
         handle = 0 if engine is None else engine.handle
         *results, after = op.attend(
@@ -111,21 +139,31 @@ def make(
 
 
 @contextlib.contextmanager
-def engine_for(case, kv_offload=True):
-    """An engine of one layer whose slot tables, and rows, are those of the case."""
+def engine_for(case, kv_offload=True, delay_us=0):
+    """An engine of one layer that holds the flushed rows of the case, and whose slot table is that of the case. Its
+    selected rows are on their way: attend has to wait for them."""
     B, Ko = case.args["tail"].shape[:2]
     if Ko == 0:
         yield None
         return
     S, D = case.history.shape[2], case.history.shape[4]
-    dtype = case.args["query"].dtype
-    with Engine([Ko], B, S, case.num_slots, D, dtype, kv_offload=kv_offload) as engine:
-        rows, counts = case.selected_rows
-        engine.slot_counts(0)[...] = np.asarray(counts)
+    shape = (B, S, case.num_slots, D, case.args["query"].dtype)
+    with Engine([Ko], *shape, kv_offload=kv_offload, timeout_s=10.0) as engine:
+        nothing = jnp.zeros((B,), jnp.int32)
+        layer, token = jnp.zeros((1,), jnp.int32), jnp.zeros((1,), jnp.uint32)
+        rows = jnp.asarray(case.history[:, :Ko])
+        jax.block_until_ready(
+            offload(rows, nothing, case.args["flushed"], layer, token, engine=engine.handle, sink=case.sink)
+        )
+        counts = engine.slot_counts(0)
         for b in range(B):
             for h in range(Ko):
-                engine.slot_tokens(0)[b, h, : len(case.slots[b][h])] = case.slots[b][h]
+                counts[b, h] = len(case.slots[b][h])
+                engine.slot_tokens(0)[b, h, : counts[b, h]] = case.slots[b][h]
         if kv_offload:
-            engine.selected_rows(0)[...] = np.asarray(rows)
-        engine.host_rows(0)[...] = case.history[:, :Ko]
+            engine.selected_rows(0)[...] = POISON
+            engine.inject_delay(delay_us, 1)
+            slots = np.broadcast_to(np.arange(case.num_slots, dtype=np.int32), (B, Ko, case.num_slots))
+            engine.stage(0, counts, engine.slot_tokens(0), slots)
+            engine.post(0)
         yield engine

@@ -64,10 +64,11 @@ def test_offload_changes_no_token(llama, changes):
     with tiny.clo_policy(tiny.LLAMA, clo, 2, 512, threads=2) as (policy, engine):
         engine.inject_delay(300, seed=1)
         moved = tiny.run(tiny.LLAMA, llama, policy, engine, prompts, 64)
+        assert engine.counters().rows_moved > 0
     with tiny.clo_policy(tiny.LLAMA, clo, 2, 512, kv_offload=False) as (policy, engine):
         stayed = tiny.run(tiny.LLAMA, llama, policy, engine, prompts, 64)
+        assert engine.counters().rows_moved == 0
     assert moved.tokens == stayed.tokens
-    assert moved.metrics().rows_moved > 0 and stayed.metrics().rows_moved == 0
 
 
 @pytest.mark.slow
@@ -105,7 +106,7 @@ def test_counts_by_refresh(llama):
         assert 0 <= m.hit_rate < 1
     assert metrics["whole"].rows_moved == metrics["whole"].rows_selected
     assert 0 < metrics["delta"].rows_moved < metrics["delta"].rows_selected
-    assert metrics["retained"].rows_moved < metrics["delta"].rows_moved
+    assert 0 < metrics["retained"].rows_moved < metrics["retained"].rows_selected
 
 
 def test_thresholds_decide(llama):
@@ -123,7 +124,7 @@ def test_thresholds_decide(llama):
         assert tiny.run(tiny.LLAMA, llama, policy, engine, prompts, 32).metrics().hit_rate == 0.0
 
 
-def test_decode_holds_no_cache_sized_temporary(llama):
+def test_decode_keeps_every_call_and_holds_no_cache_sized_temporary(llama):
     config, clo = tiny.LLAMA, dataclasses.replace(SMALL, resident_heads=((0, (0, 1)), (1, (0,))))
     with tiny.clo_policy(config, clo, 1, 4096) as (policy, engine):
         tables = policy.tables()
@@ -134,6 +135,9 @@ def test_decode_holds_no_cache_sized_temporary(llama):
         state = gen.begin_jitted(layers, shared, logits, jnp.array([64], jnp.int32), None, limits)
         compiled = gen.decode_chunk_jitted.lower(config, policy, 4, llama, tables, state, None, limits).compile()
         engine.reset()
+    text = compiled.as_text()  # nothing was dropped: one call each per layer, or per layer with offloaded heads
+    calls = {name: text.count(f'custom_call_target="clo_{name}"') for name in ("attend", "prefetch", "offload")}
+    assert calls == {"attend": 3, "prefetch": 2, "offload": 2}
     analysis = compiled.memory_analysis()
     smallest_cache = min(state.layers[2]["codes"].nbytes, state.layers[0]["resident"].nbytes)
     assert analysis.temp_size_in_bytes < smallest_cache

@@ -27,7 +27,8 @@ float centre(const void* data, const float* mean, int64_t dim, float* out) {
 
 CLO_INLINE Vec magnitude(Vec v) { return v > 0 ? v : -v; }
 
-// Dot products of TT tokens with NP panels of 32 columns. Each is one chain of multiply-adds in the order of d, whatever the tile.
+// Dot products of TT tokens with NP panels of 32 columns. Each is one chain of multiply-adds in the order of d, whatever
+// the tile.
 template <int TT, int NP>
 CLO_INLINE void dots(const float* x, const Weights& w, int64_t panel, Vec (&sums)[TT][NP * kPanelVecs]) {
   for (int t = 0; t < TT; ++t)

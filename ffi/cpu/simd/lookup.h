@@ -3,6 +3,11 @@
 //
 // Four bits of a code select one of 16 sums of four levels, so a byte shuffle looks up many keys at once. Entries carry a
 // bias of 28 that makes them unsigned, at most 56: four of them fit a byte, the 64 of a chunk fit 16 bits.
+//
+// Measured against counting the bits of code AND each of four bit planes of the levels, G = 3, R = 256, one thread of a
+// Zen 5 server, ns per key for the group: avx512 1.4 (VPOPCNTD 1.8), avx2 3.1 (POPCNT 3.2), generic 4.6 (POPCNT 3.1). Each
+// further head of a group adds 0.24, 0.6 and 1.1; POPCNT adds 1.05 here, and more on CPUs that issue one a cycle, so the
+// same form serves all.
 #pragma once
 
 #include "cpu/simd/scores.h"

@@ -16,7 +16,6 @@ constexpr int kHeads = 2;  // 16 registers
 #endif
 constexpr int kRows = 4;  // rows that share one pass over the query
 
-typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t BitVec __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t HalfVec __attribute__((vector_size(2 * kLanes)));
 typedef float Vec4 __attribute__((vector_size(16)));
@@ -30,21 +29,18 @@ CLO_INLINE Vec load(const uint16_t* p) {
 
 CLO_INLINE float element(const float* p) { return *p; }
 
-CLO_INLINE float element(const uint16_t* p) {
-  return bits_to_float(static_cast<uint32_t>(*p) << 16);
-}
+CLO_INLINE float element(const uint16_t* p) { return bits_to_float(static_cast<uint32_t>(*p) << 16); }
 
 // Adds the upper half to the lower one until four floats are left.
 CLO_INLINE Vec4 fold(Vec4 x) { return x; }
 
 #if defined(__AVX__)
-typedef float Vec8 __attribute__((vector_size(32)));
-CLO_INLINE Vec4 fold(Vec8 x) { return __builtin_shufflevector(x, x, 0, 1, 2, 3) + __builtin_shufflevector(x, x, 4, 5, 6, 7); }
+CLO_INLINE Vec4 fold(__m256 x) { return _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1)); }
 #endif
 #if defined(__AVX512F__)
+// The masked form, because GCC 12 takes the plain one for a use of an uninitialised variable.
 CLO_INLINE Vec4 fold(Vec x) {
-  return fold(__builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
-              __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15));
+  return fold(_mm256_add_ps(_mm512_maskz_extractf32x8_ps(0xff, x, 0), _mm512_maskz_extractf32x8_ps(0xff, x, 1)));
 }
 #endif
 
@@ -54,7 +50,8 @@ CLO_INLINE Vec4 sum4(const Vec* x) {
 #if defined(__SSE3__)
   return _mm_hadd_ps(_mm_hadd_ps(a, b), _mm_hadd_ps(c, d));
 #else
-  return Vec4{a[0] + a[1] + a[2] + a[3], b[0] + b[1] + b[2] + b[3], c[0] + c[1] + c[2] + c[3], d[0] + d[1] + d[2] + d[3]};
+  return Vec4{a[0], b[0], c[0], d[0]} + Vec4{a[1], b[1], c[1], d[1]} + Vec4{a[2], b[2], c[2], d[2]} +
+         Vec4{a[3], b[3], c[3], d[3]};
 #endif
 }
 
@@ -73,26 +70,25 @@ CLO_INLINE Vec exp2(Vec t) {
   return t < -126.0f ? Vec{} : p;
 }
 
-// Every cache line of the key or of the value of a row.
-template <typename T>
-CLO_INLINE void prefetch(const T* half, int64_t D) {
-  const char* p = reinterpret_cast<const char*>(half);
-  for (int64_t i = 0; i < D * static_cast<int64_t>(sizeof(T)); i += 64) __builtin_prefetch(p + i, 0, 3);
-}
-
 // Rows of the next block. Their prefetches go between the arithmetic of this one: in a burst they would fill the
 // machine's miss buffers and stall it.
-template <typename T>
 struct Next {
-  const T* const* rows;
+  const void* const* rows;
   int64_t count;
+  int64_t half;  // bytes of a key, and of a value
+
+  // Every cache line of the key (part 0) or the value (part 1) of row r.
+  __attribute__((always_inline)) void prefetch(int64_t r, int64_t part) const {
+    const char* p = static_cast<const char*>(rows[r]) + part * half;
+    for (int64_t i = 0; i < half; i += 64) __builtin_prefetch(p + i, 0, 3);
+  }
 };
 
 // scores[g][r] = q[g]·K[r]; `rows` is padded to a multiple of kRows.
 template <typename T, int G>
-CLO_INLINE void score(const float* q, const T* const* rows, int64_t count, int64_t D, Next<T> next, float* scores) {
+CLO_INLINE void score(const float* q, const T* const* rows, int64_t count, int64_t D, Next next, float* scores) {
   for (int64_t r = 0; r < count; r += kRows) {
-    for (int64_t i = r; i < r + kRows && i < next.count; ++i) prefetch(next.rows[i], D);
+    for (int64_t i = r; i < r + kRows && i < next.count; ++i) next.prefetch(i, 0);
     Vec a[G][kRows] = {};
     int64_t c = 0;
     for (; c + kLanes <= D; c += kLanes) {
@@ -146,14 +142,14 @@ CLO_INLINE float weigh(float* scores, int64_t count, float* max, float* total) {
 // acc[g][c..] = acc[g][c..] * kept[g] + Σ_r weights[g][r]·V[r][c..] over C vectors of the head dim.
 template <typename T, int G, int C>
 CLO_INLINE void accumulate(const float* weights, const T* const* rows, int64_t count, int64_t D, int64_t c,
-                           const float* kept, Next<T> next, float* acc) {
+                           const float* kept, Next next, float* acc) {
   Vec a[G][C];
   CLO_UNROLL
   for (int g = 0; g < G; ++g)
     CLO_UNROLL
     for (int i = 0; i < C; ++i) a[g][i] = load(acc + g * D + c + i * kLanes) * kept[g];
   for (int64_t r = 0; r < count; ++r) {
-    if (r < next.count) prefetch(next.rows[r] + D, D);
+    if (r < next.count) next.prefetch(r, 1);
     const T* v = rows[r] + D + c;
     Vec x[C];
     CLO_UNROLL
@@ -173,8 +169,9 @@ CLO_INLINE void accumulate(const float* weights, const T* const* rows, int64_t c
 
 template <typename T, int G>
 CLO_INLINE void heads(const RowsBlock& b, const T* const* rows, int64_t g0) {
-  const Next<T> none{nullptr, 0}, next = g0 == 0 ? Next<T>{reinterpret_cast<const T* const*>(b.next), b.next_count} : none;
   const int64_t D = b.head_dim;
+  const Next none{nullptr, 0, 0};
+  const Next next = g0 == 0 ? Next{b.next, b.next_count, D * static_cast<int64_t>(sizeof(T))} : none;
   alignas(64) float weights[G * kRowsBlock];
   float kept[G];
   float* acc = b.acc + g0 * D;
@@ -182,8 +179,10 @@ CLO_INLINE void heads(const RowsBlock& b, const T* const* rows, int64_t g0) {
   CLO_UNROLL
   for (int g = 0; g < G; ++g) kept[g] = weigh(weights + g * kRowsBlock, b.count, b.max + g0 + g, b.sum + g0 + g);
   int64_t c = 0;
-  for (; c + 4 * kLanes <= D; c += 4 * kLanes) accumulate<T, G, 4>(weights, rows, b.count, D, c, kept, c == 0 ? next : none, acc);
-  for (; c + kLanes <= D; c += kLanes) accumulate<T, G, 1>(weights, rows, b.count, D, c, kept, c == 0 ? next : none, acc);
+  for (; c + 4 * kLanes <= D; c += 4 * kLanes)
+    accumulate<T, G, 4>(weights, rows, b.count, D, c, kept, c == 0 ? next : none, acc);
+  for (; c + kLanes <= D; c += kLanes)
+    accumulate<T, G, 1>(weights, rows, b.count, D, c, kept, c == 0 ? next : none, acc);
   for (; c < D; ++c) {
     CLO_UNROLL
     for (int g = 0; g < G; ++g) {
