@@ -38,7 +38,8 @@ def transfer_errors() -> Iterator[None]:
     """Around running programs: an op's error about its engine becomes a TransferError in the engine's words."""
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
+    # JAX raises the same failure as one or the other: a ValueError where a compiled call fails before it returns.
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
         why = re.search(r"clo_\w+: (?:transfer failed: (.*)|(engine \d+ is closed.*))", str(error))
         if why is None:
             raise
