@@ -34,7 +34,7 @@ def offload(rows, begin, end, layer, token, *, engine, sink):
 
     Raises:
       ValueError: shapes or dtypes that do not agree.
-      jax.errors.JaxRuntimeError or ValueError, when it runs: a closed engine, a layer or rows that are not the engine's,
+      jax.errors.JaxRuntimeError or ValueError, run time: a closed engine, a layer or rows that are not the engine's,
         tokens that do not fit in the buffer or the context capacity.
     """
     _check.dtype("rows", rows, *_check.ACTIVATION_DTYPES)

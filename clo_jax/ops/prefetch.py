@@ -167,7 +167,7 @@ def prefetch(
 
     Raises:
       ValueError: shapes, dtypes or static arguments that do not agree.
-      jax.errors.JaxRuntimeError or ValueError, when it runs: a closed engine, operands that are not the engine's layer's,
+      jax.errors.JaxRuntimeError or ValueError, run time: a closed engine, operands that are not the engine's layer's,
         values out of the ranges above, a failed transfer (`transfer_errors` of clo_jax.transfer.engine tells which).
     """
     _check.dtype("query", query, *_check.ACTIVATION_DTYPES)
