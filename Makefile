@@ -45,7 +45,7 @@ define ctest
 	$(BIN)/cmake -S ffi -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
 	  -DCLO_PYTHON=OFF -DCLO_BUILD_TESTS=ON -DCLO_SANITIZE=$(2) -DCMAKE_BUILD_TYPE=Release
 	$(BIN)/cmake --build build/$(1) -j $(JOBS)
-	$(BIN)/ctest --test-dir build/$(1) --output-on-failure -j $(JOBS) --no-tests=error
+	UBSAN_OPTIONS=halt_on_error=1 $(BIN)/ctest --test-dir build/$(1) --output-on-failure -j $(JOBS) --no-tests=error
 endef
 
 native-test: $(VENV)/.installed
