@@ -86,6 +86,16 @@ def test_counters_count_and_clear():
         assert set(vars(e.counters()).values()) == {0}
 
 
+def test_a_drained_engine_has_moved_all_that_was_posted():
+    with engine(threads=1) as e:
+        e.inject_delay(20000, seed=4)
+        for layer in (0, 2):
+            full_request(e, layer)
+            e.post(layer)
+        e.drain()
+        assert e.counters().rows_moved == e.counters().rows_posted == 2 * 5 * 8
+
+
 def test_without_offload_posts_are_ready_and_nothing_moves():
     with engine(kv_offload=False) as e:
         full_request(e, 0)
