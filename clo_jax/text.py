@@ -232,7 +232,7 @@ class IncrementalDecoder:
         return text[len(before) :]
 
     def _ends_in_byte_token(self) -> bool:
-        """Whether a run of byte tokens (<0xF0>) is still open: such a run is decoded to text or to U+FFFD as a whole."""
+        """Whether a run of byte tokens (<0xF0>) is still open: it becomes text or U+FFFD as a whole."""
         for token in reversed(self._ids):
             if self._skip and token in self._tokenizer.special_ids:
                 continue
