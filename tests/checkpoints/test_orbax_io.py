@@ -111,8 +111,7 @@ def test_loading_in_another_dtype_rounds_to_nearest(item):
 def test_leaves_can_be_left_out(item):
     wanted = abstract(tree())
     wanted["embed"]["embedding"] = None
-    stored = orbax_io.metadata(item)
-    loaded = orbax_io.load(item, wanted, stored)
+    loaded = orbax_io.load(item, wanted)
     assert loaded["embed"]["embedding"] is None
     np.testing.assert_array_equal(loaded["layers"][10]["kernel"], tree()["layers"][10]["kernel"])
 
@@ -172,6 +171,13 @@ for _ in range(20):
     ctypes.CDLL(None).malloc_trim(0)  # what the allocator keeps for later is no leak
     print(psutil.Process().memory_info().rss)
 """
+
+
+def test_arrays_beyond_those_wanted_are_not_passed_over(item):
+    wanted = abstract(tree())
+    del wanted["layers"][10]
+    with pytest.raises(CheckpointError, match=r"unexpected: layers/10/kernel \[8, 6\]"):
+        orbax_io.load(item, wanted)
 
 
 def test_rounds_of_saving_and_loading_leave_memory_flat(tmp_path):
