@@ -13,6 +13,9 @@ import pytest
 from clo_jax.checkpoints import keys, orbax_io
 from clo_jax.errors import CheckpointError
 
+# Orbax leaves coroutines behind when it fails; they are collected at the end of the test that made them.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 PROGRAM = """
 import sys
 import jax, jax.numpy as jnp, numpy as np
