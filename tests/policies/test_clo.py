@@ -71,13 +71,14 @@ def test_offload_changes_no_token(llama, changes):
     assert moved.tokens == stayed.tokens
 
 
-@pytest.mark.slow
-def test_offload_changes_no_token_over_two_thousand_steps(llama):
-    prompts = [tiny.prompt(300)]
-    with tiny.clo_policy(tiny.LLAMA, SMALL, 1, 2304, threads=3) as (policy, engine):
+@pytest.mark.parametrize("sparsity", [0.02, 0.1, 0.5, 1.0])
+def test_offload_changes_no_token_over_two_thousand_steps(llama, sparsity):
+    prompts, clo = [tiny.prompt(300)], dataclasses.replace(SMALL, sparsity=sparsity)
+    with tiny.clo_policy(tiny.LLAMA, clo, 1, 2304, threads=3) as (policy, engine):
         engine.inject_delay(500, seed=2)
         moved = tiny.run(tiny.LLAMA, llama, policy, engine, prompts, 2000)
-    with tiny.clo_policy(tiny.LLAMA, SMALL, 1, 2304, kv_offload=False) as (policy, engine):
+        assert engine.counters().rows_moved == engine.counters().rows_posted > 0
+    with tiny.clo_policy(tiny.LLAMA, clo, 1, 2304, kv_offload=False) as (policy, engine):
         stayed = tiny.run(tiny.LLAMA, llama, policy, engine, prompts, 2000)
     assert len(moved.tokens[0]) == 2000 and moved.tokens == stayed.tokens
 
