@@ -1,4 +1,4 @@
-"""How well the codes select, and how many rows a refresh moves: the two tables of docs/design.md (section 2), measured with
+"""How well the codes select, and how many rows a refresh moves: the tables of docs/design.md (section 2), measured with
 the product's own ops on the queries and keys of a real model.
 
     python -m clo_jax.bench.selection CKPT TEXT_FILE [--tokens 6000] [--steps 24] [--out FILE.json]
