@@ -19,11 +19,20 @@ namespace nb = nanobind;
 
 namespace {
 
-nb::dict registrations() {
+nb::dict registrations(const std::string& platform) {
   nb::dict targets;
+  if (platform == "cpu") {
 #define CLO_REGISTER(name) targets["clo_" #name] = nb::capsule(reinterpret_cast<void*>(&clo_##name));
-  CLO_HANDLERS(CLO_REGISTER)
+    CLO_HANDLERS(CLO_REGISTER)
 #undef CLO_REGISTER
+  }
+#if CLO_CUDA_BUILD
+  if (platform == "CUDA") {
+#define CLO_REGISTER(name) targets["clo_" #name] = nb::capsule(reinterpret_cast<void*>(&clo_##name##_cuda));
+    CLO_CUDA_HANDLERS(CLO_REGISTER)
+#undef CLO_REGISTER
+  }
+#endif
   return targets;
 }
 
@@ -152,7 +161,8 @@ void bind_engine(nb::module_& m) {
 }  // namespace
 
 NB_MODULE(_host, m) {
-  m.def("registrations", &registrations, "FFI target name -> capsule, for platform cpu.");
+  m.def("registrations", &registrations, nb::arg("platform"),
+        "FFI target name -> capsule, for platform cpu or CUDA; empty for a platform that this module is not built for.");
   m.def("instruction_set", &clo::isa_name, "Instruction set of the CPU kernels: generic, avx2 or avx512 (CLO_JAX_ISA overrides).");
   m.def("backends", &backends, "(name, available, reason) of every transfer backend, in the order of \"auto\".");
   m.def("instruction_set", [] { return std::string(clo::isa_name()); },
