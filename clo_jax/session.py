@@ -106,7 +106,9 @@ class Session:
             first, done = np.asarray(state.token), np.asarray(state.done)
         self._times["ttft"] = time.perf_counter() - start - compiling.seconds()
         self._times["compile"] = compiling.seconds()
-        self._after_prefill = self._engine.counters() if self._engine is not None else None
+        if self._engine is not None:
+            self._engine.drain()  # rows of the first fill are prefill's, also those still under way
+            self._after_prefill = self._engine.counters()
         yield self._take([[int(t)] for t in first])
         compiling, start = CompileClock(), time.perf_counter()
         paused = 0.0

@@ -38,7 +38,8 @@ def transfer_errors() -> Iterator[None]:
     """Around running programs: an op's error about its engine becomes a TransferError in the engine's words."""
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
+    # JAX raises the same failure as one or the other: a ValueError where a compiled call fails before it returns.
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
         why = re.search(r"clo_\w+: (?:transfer failed: (.*)|(engine \d+ is closed.*))", str(error))
         if why is None:
             raise
@@ -90,9 +91,11 @@ class Engine:
             raise ValueError(f"dtype: got {self._dtype}, wanted float32 or bfloat16")
         self._threads = default_threads() if threads is None else _integer("threads", threads)
         self._kv_offload = bool(kv_offload)
+        kv_heads = [_integer("kv_heads", n) for n in kv_heads]
+        self._layers = len(kv_heads)
         try:
             self._native = _host.Engine(
-                kv_heads=[_integer("kv_heads", n) for n in kv_heads],
+                kv_heads=kv_heads,
                 batch=_integer("batch", batch),
                 max_tokens=_integer("max_tokens", max_tokens),
                 num_slots=_integer("num_slots", num_slots),
@@ -223,6 +226,15 @@ class Engine:
         why = self._live().wait(layer)
         if why:
             raise TransferError(why)
+
+    def drain(self) -> None:
+        """Returns once every layer's last request is delivered, so that counts of moved rows are those of posted ones.
+
+        Raises:
+          TransferError: as `wait`.
+        """
+        for layer in range(self._layers):
+            self.wait(layer)
 
     def inject_delay(self, max_us: int, seed: int) -> None:
         """For tests: every chunk of rows is late by a random time up to `max_us` microseconds; 0 ends it."""
