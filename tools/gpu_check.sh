@@ -37,7 +37,7 @@ has() { [[ " $PARTS " == *" $1 "* ]]; }
 if has native || has sanitizer || has bench; then
   native_build() {
     cmake -S ffi -B build/gpu -G Ninja -DCLO_PYTHON=OFF -DCLO_BUILD_TESTS=ON -DCLO_ENABLE_CUDA=ON &&
-      cmake --build build/gpu -j "$JOBS"
+      cmake --build build/gpu -j "$JOBS" -- -k 0
   }
   export -f native_build
   export JOBS

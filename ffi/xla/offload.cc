@@ -1,3 +1,6 @@
+#include <algorithm>
+#include <string>
+
 #include "clo/params.h"
 #include "xla/engine_call.h"
 #include "xla/handlers.h"
