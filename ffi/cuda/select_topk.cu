@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "cuda/check.h"
+#include "cuda/block_select.cuh"
 #include "cuda/select_scores.cuh"
 #include "cuda/select_topk.cuh"
 
@@ -70,18 +71,8 @@ size_t shared_bytes(const Plan& plan) {
   return kBins * sizeof(uint32_t) + plan.query_bytes + plan.plane_bytes + plan.large_bytes;
 }
 
-__device__ __forceinline__ int candidates(const SelectTopkParams& p, int b, int* begin) {
-  *begin = max(p.begin[b], 0);
-  return min(p.end[b], static_cast<int>(p.max_tokens)) - *begin;
-}
-
-// Keys that head bh selects; 0: it does not take part.
-__device__ __forceinline__ int selected(const SelectTopkParams& p, int bh) {
-  if (p.skip[bh]) return 0;
-  const int b = bh / static_cast<int>(p.kv_heads);
-  int begin;
-  const int count = candidates(p, b, &begin);
-  return max(0, min(min(p.k[b], static_cast<int>(p.k_max)), count));
+__device__ __forceinline__ bool takes_part(const SelectTopkParams& p, int bh) {
+  return !p.skip[bh] && selected(p, bh / static_cast<int>(p.kv_heads)) > 0;
 }
 
 // The n-th of the heads that select (every warp finds it for itself), or -1; n < 0: their number.
@@ -91,54 +82,13 @@ __device__ int find_head(const SelectTopkParams& p, int n) {
 #pragma unroll 4
   for (int first = 0; first < heads; first += 32) {
     const int h = first + lane;
-    const uint32_t mask = __ballot_sync(~0u, h < heads && selected(p, min(h, heads - 1)) > 0);
+    const uint32_t mask = __ballot_sync(~0u, h < heads && takes_part(p, min(h, heads - 1)));
     const int place = before + __popc(mask & ((1u << lane) - 1));
     const uint32_t found = __ballot_sync(~0u, (mask >> lane & 1) && place == n);
     if (found != 0) return first + __ffs(found) - 1;
     before += __popc(mask);
   }
   return n < 0 ? before : -1;
-}
-
-struct Threshold {
-  int bin;                    // of the k-th best key
-  uint32_t better;            // keys of the head in better bins
-  uint32_t better_before;     // such keys in parts before this block's
-  uint32_t equal_before;      // keys of the bin in parts before this block's
-};
-
-// Looks the k-th best key up in the histograms of the head's blocks, `stride` words apart in global memory; this block is
-// the rank-th. A block that has the head to itself uses its `own`, in shared memory.
-__device__ void find_threshold(const uint32_t* own, const uint32_t* histograms, int stride, int bins, int blocks, int rank,
-                               uint32_t k, uint64_t* scratch, Threshold* out) {
-  const int bin = 2 * static_cast<int>(threadIdx.x);
-  uint32_t total[2] = {}, before[2] = {};
-  if (blocks == 1) {
-    if (bin < bins) {
-      total[0] = own[bin];
-      total[1] = own[bin + 1];
-    }
-  } else if (bin < bins) {
-#pragma unroll 16
-    for (int r = 0; r < blocks; ++r) {
-      const uint2 n = __ldcg(reinterpret_cast<const uint2*>(histograms + static_cast<int64_t>(r) * stride + bin));
-      total[0] += n.x;
-      total[1] += n.y;
-      if (r < rank) {
-        before[0] += n.x;
-        before[1] += n.y;
-      }
-    }
-  }
-  uint64_t all;
-  uint64_t sums = scan_exclusive(static_cast<uint64_t>(total[0] + total[1]) << 32 | (before[0] + before[1]), scratch, &all);
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint32_t better = static_cast<uint32_t>(sums >> 32);
-    if (better < k && k <= better + total[i]) *out = {bin + i, better, static_cast<uint32_t>(sums), before[i]};
-    sums += static_cast<uint64_t>(total[i]) << 32 | before[i];
-  }
-  __syncthreads();
 }
 
 // Bit i of the results: rank i of 32 is better than the threshold; is equal to it.
@@ -206,7 +156,7 @@ __global__ void __launch_bounds__(kThreads, 1) select_kernel(const __grid_consta
       int begin;
       const int count = candidates(p, bh / Ko, &begin);
       const int part = ((count + blocks - 1) / blocks + 31) / 32 * 32;
-      k = selected(p, bh);
+      k = selected(p, bh / Ko);
       first = begin + min(count, rank * part);
       n = max(0, min(part, count - rank * part));
       const int64_t token = static_cast<int64_t>(bh) * p.max_tokens + first;
@@ -266,7 +216,7 @@ __global__ void __launch_bounds__(kThreads, 1) select_kernel(const __grid_consta
       wanted -= low_threshold.better;
       limit = limit << kLowBits | low_threshold.bin;
     }
-    const int masked = (n + 31) / 32, each = (masked + kThreads - 1) / kThreads;
+    const int masked = (n + 31) / 32;
     for (int w = tid; w < masked; w += kThreads) {
       const uint2 m = compare(ranks + w * 32, limit);
       const uint32_t valid = n - w * 32 >= 32 ? ~0u : (1u << (n - w * 32)) - 1;
@@ -274,24 +224,7 @@ __global__ void __launch_bounds__(kThreads, 1) select_kernel(const __grid_consta
       places[w] = m.y & valid;
     }
     __syncthreads();
-    uint64_t sum = 0, all;
-    for (int w = tid * each; w < min(masked, (tid + 1) * each); ++w)
-      sum += static_cast<uint64_t>(__popc(places[w])) << 32 | __popc(masks[w]);
-    const uint64_t before = scan_exclusive(sum, scratch[2], &all);
-    uint32_t better = better_before + static_cast<uint32_t>(before);
-    uint32_t equal = equal_before + static_cast<uint32_t>(before >> 32);
-    for (int w = tid * each; w < min(masked, (tid + 1) * each); ++w) {
-      const uint32_t mask = masks[w];
-      const int ties = __popc(places[w]);
-      const int keep = max(0, min(ties, static_cast<int>(wanted) - static_cast<int>(equal)));
-      uint32_t kept = keep > 0 ? places[w] : 0;
-      for (int drop = ties - keep; drop > 0 && kept != 0; --drop) kept &= ~(0x80000000u >> __clz(kept));
-      masks[w] = mask | kept;
-      places[w] = better + min(equal, wanted);
-      better += __popc(mask);
-      equal += ties;
-    }
-    __syncthreads();
+    resolve_ties(masks, places, masked, better_before, equal_before, wanted, scratch[2]);
     int32_t* const out = p.indices + static_cast<int64_t>(bh) * p.k_max;
     for_each_bit(masks, places, masked, [&](uint32_t place, int key) { out[place] = first + key; });
     for (int i = k + rank * kThreads + tid; i < p.k_max; i += blocks * kThreads) out[i] = -1;
@@ -300,7 +233,7 @@ __global__ void __launch_bounds__(kThreads, 1) select_kernel(const __grid_consta
 
   if (!a.options.fill_skipped) return;
   for (int bh = 0; bh < p.batch * p.kv_heads; ++bh) {
-    if (selected(p, bh) > 0) continue;
+    if (takes_part(p, bh)) continue;
     for (int64_t i = block * kThreads + tid; i < p.k_max; i += grid * kThreads) p.indices[bh * p.k_max + i] = -1;
   }
 }
