@@ -48,7 +48,7 @@ cudaError_t hash_encode(const HashEncodeParams& p, cudaStream_t stream);
 
 cudaError_t cache_lookup(const CacheLookupParams& p, cudaStream_t stream);
 
-size_t select_topk_workspace_bytes(const SelectTopkParams& p);  // of the sizes in p and its retriever
+size_t select_topk_workspace_bytes(const SelectTopkParams& p);  // of its sizes and retriever, on the current device
 cudaError_t select_topk(const SelectTopkParams& p, void* workspace, cudaStream_t stream);
 
 size_t prefetch_workspace_bytes(const PrefetchParams& p);  // of the sizes in p.select and p.view

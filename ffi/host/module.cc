@@ -15,6 +15,10 @@
 #include "host/engine.h"
 #include "xla/handlers.h"
 
+#if CLO_CUDA_BUILD
+#include "cuda/kernels.h"
+#endif
+
 namespace nb = nanobind;
 
 namespace {
@@ -34,6 +38,26 @@ nb::dict registrations(const std::string& platform) {
   }
 #endif
   return targets;
+}
+
+// Bytes of scratch that the CUDA kernel wants as a further result; 0 without CUDA, or without a device.
+int64_t select_topk_workspace([[maybe_unused]] int64_t batch, [[maybe_unused]] int64_t kv_heads,
+                              [[maybe_unused]] int64_t group, [[maybe_unused]] int64_t head_dim,
+                              [[maybe_unused]] int64_t bits, [[maybe_unused]] int64_t max_tokens,
+                              [[maybe_unused]] int64_t retriever) {
+#if CLO_CUDA_BUILD
+  clo::SelectTopkParams p{};
+  p.batch = batch;
+  p.kv_heads = kv_heads;
+  p.group = group;
+  p.head_dim = head_dim;
+  p.bits = bits;
+  p.max_tokens = max_tokens;
+  p.retriever = static_cast<clo::Retriever>(retriever);
+  return static_cast<int64_t>(clo::cuda::select_topk_workspace_bytes(p));
+#else
+  return 0;
+#endif
 }
 
 nb::list backends() {
@@ -191,6 +215,9 @@ void bind_engine(nb::module_& m) {
 NB_MODULE(_host, m) {
   m.def("registrations", &registrations, nb::arg("platform"),
         "FFI target name -> capsule, for platform cpu or CUDA; empty for a platform that this module is not built for.");
+  m.def("select_topk_workspace", &select_topk_workspace, nb::kw_only(), nb::arg("batch"), nb::arg("kv_heads"),
+        nb::arg("group"), nb::arg("head_dim"), nb::arg("bits"), nb::arg("max_tokens"), nb::arg("retriever"),
+        "Bytes of scratch that clo_select_topk wants as its second result on this machine's device.");
   m.def("instruction_set", &clo::isa_name, "Instruction set of the CPU kernels: generic, avx2 or avx512 (CLO_JAX_ISA overrides).");
   m.def("backends", &backends, "(name, available, reason) of every transfer backend, in the order of \"auto\".");
   m.def("instruction_set", [] { return std::string(clo::isa_name()); },
