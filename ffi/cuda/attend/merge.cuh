@@ -1,0 +1,133 @@
+// The second kernel: the fragments of each head become its output and log-sum-exp; the new code gets its factor.
+#pragma once
+
+#include "clo/softmax_state.h"
+#include "cuda/attend/append.cuh"
+#include "cuda/attend/plan.cuh"
+#include "cuda/attend/ptx.cuh"
+
+namespace clo::cuda {
+
+constexpr int kMergeThreads = 128;
+
+// A partial result of four dimensions, in registers.
+struct Partial {
+  float max = -INFINITY, sum = 0;
+  float4 acc = make_float4(0, 0, 0, 0);
+
+  // Equal maxima have weight 1, which also covers two empty states.
+  __device__ void fold(float2 state, float4 other) {
+    const float top = fmaxf(max, state.x);
+    const float mine = max == top ? 1.0f : power_of_two(max - top);
+    const float its = state.x == top ? 1.0f : power_of_two(state.x - top);
+    max = top;
+    sum = sum * mine + state.y * its;
+    acc.x = acc.x * mine + other.x * its;
+    acc.y = acc.y * mine + other.y * its;
+    acc.z = acc.z * mine + other.z * its;
+    acc.w = acc.w * mine + other.w * its;
+  }
+};
+
+__device__ inline void store(float* out, float4 x) { *reinterpret_cast<float4*>(out) = x; }
+__device__ inline void store(__nv_bfloat16* out, float4 x) {
+  *reinterpret_cast<uint2*>(out) = make_uint2(pack_bf16(x.x, x.y), pack_bf16(x.z, x.w));
+}
+
+// By the first warp of a block, after the kernel that wrote the magnitudes.
+template <typename T, int D>
+__device__ void append_factor(const AttendArgs& a, int b, int h, int lane) {
+  const T* key = static_cast<const T*>(a.key) + (static_cast<size_t>(b) * a.kv_heads() + h) * D;
+  const int head = b * a.offloaded + h;
+  const float* mean = a.mean + static_cast<size_t>(head) * D;
+  float squares = 0, magnitudes = 0;
+  for (int d = lane; d < D; d += 32) {
+    const float x = as_float(key[d]) - mean[d];
+    squares += x * x;
+  }
+  for (int w = lane; w < a.words; w += 32) magnitudes += __ldcg(a.magnitudes + static_cast<size_t>(head) * a.words + w);
+#pragma unroll
+  for (int o = 16; o > 0; o >>= 1) {
+    squares += __shfl_xor_sync(~0u, squares, o);
+    magnitudes += __shfl_xor_sync(~0u, magnitudes, o);
+  }
+  if (lane == 0) a.factors[static_cast<size_t>(head) * a.max_tokens + a.position[b]] = code_factor(squares, magnitudes);
+}
+
+// One block for each query head.
+template <class Tile>
+__global__ void __launch_bounds__(kMergeThreads) merge_fragments(const __grid_constant__ AttendArgs a) {
+  using T = typename Tile::Element;
+  constexpr int D = Tile::kDim, kVectors = D / 4, kGroups = kMergeThreads / kVectors, kBatch = 4;
+  __shared__ int s_first, s_count;
+  __shared__ float2 s_state[kMergeThreads];
+  __shared__ float4 s_acc[kMergeThreads];
+  const int tid = threadIdx.x, lane = tid & 31, g = blockIdx.x % a.group, head = blockIdx.x / a.group;
+  const int b = head / a.kv_heads(), h = head % a.kv_heads(), line = h < a.offloaded ? 1 : 0;
+  const int i = line == 1 ? b * a.offloaded + h : b * a.resident + h - a.offloaded;
+
+  // The fragments' slots follow from the plan, which is made again while the rows are still being read.
+  if (tid < 32) {
+    const int32_t* slot_counts = line == 1 ? a.view()->slot_counts : nullptr;
+    int before = 0, units = 0, own = 0;
+    for (int j = lane; j < a.heads(line); j += 32) {
+      const int n = units_of<Tile::kUnitRows>(rows_of(a, line, j, slot_counts));
+      units += n;
+      if (j < i) before += n;
+      if (j == i) own = n;
+    }
+#pragma unroll
+    for (int o = 16; o > 0; o >>= 1) {
+      before += __shfl_xor_sync(~0u, before, o);
+      units += __shfl_xor_sync(~0u, units, o);
+      own += __shfl_xor_sync(~0u, own, o);
+    }
+    if (lane == 0) {
+      s_first = s_count = 0;
+      if (own > 0) {
+        const Split split(units, a.blocks, Tile::kWarps);
+        s_first = split.owner(before);
+        s_count = split.owner(before + own - 1) - s_first + 1;
+      }
+    }
+  }
+  const bool valid = a.valid(b);
+  __syncthreads();
+  const size_t slot = a.first_slot(line) + s_first + i;
+  wait_for_previous_kernel();
+
+  const int v = tid % kVectors, part = tid / kVectors;
+  Partial total;
+  if (part < kGroups) {
+    const float2* states = a.state + slot * a.group + g;
+    const float4* accs = reinterpret_cast<const float4*>(a.acc + (slot * a.group + g) * D) + v;
+    for (int first = part; first < s_count; first += kGroups * kBatch) {
+      float2 state[kBatch];
+      float4 acc[kBatch];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        const int f = first + j * kGroups;
+        state[j] = f < s_count ? __ldcg(states + f * a.group) : make_float2(-INFINITY, 0);
+        acc[j] = f < s_count ? __ldcg(accs + static_cast<size_t>(f) * a.group * kVectors) : make_float4(0, 0, 0, 0);
+      }
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) total.fold(state[j], acc[j]);
+    }
+    s_state[tid] = make_float2(total.max, total.sum);
+    s_acc[tid] = total.acc;
+  }
+  __syncthreads();
+  if (part == 0) {
+#pragma unroll
+    for (int j = 1; j < kGroups; ++j) total.fold(s_state[j * kVectors + v], s_acc[j * kVectors + v]);
+    float norm = total.sum == 0 ? 0.0f : 1.0f / total.sum;  // no rows: zeros
+    if (!valid) norm = NAN;
+    const float4 x = make_float4(total.acc.x * norm, total.acc.y * norm, total.acc.z * norm, total.acc.w * norm);
+    const size_t query = static_cast<size_t>(head) * a.group + g;
+    store(static_cast<T*>(a.out) + query * D + v * 4, x);
+    if (v == 0) a.lse[query] = valid ? (total.max + log2f(total.sum)) * kLn2 : NAN;
+  }
+  if (g == 0 && line == 1 && a.words > 0 && valid && tid < 32) append_factor<T, D>(a, b, h, lane);
+}
+
+}  // namespace clo::cuda
