@@ -60,6 +60,29 @@ int64_t select_topk_workspace([[maybe_unused]] int64_t batch, [[maybe_unused]] i
 #endif
 }
 
+// The same for clo_prefetch, by the engine that the call names: 0 for one that serves the CPU, or is closed.
+int64_t prefetch_workspace([[maybe_unused]] int64_t engine, [[maybe_unused]] int64_t kv_heads,
+                           [[maybe_unused]] int64_t group, [[maybe_unused]] int64_t bits,
+                           [[maybe_unused]] int64_t retriever) {
+#if CLO_CUDA_BUILD
+  const std::shared_ptr<clo::Engine> found = clo::find_engine(engine);
+  if (found == nullptr || found->device() == nullptr) return 0;
+  clo::PrefetchParams p{};
+  const int64_t layers = static_cast<int64_t>(found->config().kv_heads.size());
+  for (int64_t i = 0; i < layers && p.view.kv_heads != kv_heads; ++i) p.view = found->layer(i);
+  p.select.batch = p.view.batch;
+  p.select.kv_heads = kv_heads;
+  p.select.group = group;
+  p.select.head_dim = p.view.head_dim;
+  p.select.bits = bits;
+  p.select.max_tokens = p.view.max_tokens;
+  p.select.retriever = static_cast<clo::Retriever>(retriever);
+  return static_cast<int64_t>(clo::cuda::prefetch_workspace_bytes(p));
+#else
+  return 0;
+#endif
+}
+
 nb::list backends() {
   nb::list list;
   for (const clo::BackendInfo& b : clo::list_backends()) list.append(nb::make_tuple(b.name, b.available, b.reason));
@@ -218,6 +241,9 @@ NB_MODULE(_host, m) {
   m.def("select_topk_workspace", &select_topk_workspace, nb::kw_only(), nb::arg("batch"), nb::arg("kv_heads"),
         nb::arg("group"), nb::arg("head_dim"), nb::arg("bits"), nb::arg("max_tokens"), nb::arg("retriever"),
         "Bytes of scratch that clo_select_topk wants as its second result on this machine's device.");
+  m.def("prefetch_workspace", &prefetch_workspace, nb::kw_only(), nb::arg("engine"), nb::arg("kv_heads"),
+        nb::arg("group"), nb::arg("bits"), nb::arg("retriever"),
+        "Bytes of scratch that clo_prefetch wants as its last result for this engine.");
   m.def("instruction_set", &clo::isa_name, "Instruction set of the CPU kernels: generic, avx2 or avx512 (CLO_JAX_ISA overrides).");
   m.def("backends", &backends, "(name, available, reason) of every transfer backend, in the order of \"auto\".");
   m.def("instruction_set", [] { return std::string(clo::isa_name()); },

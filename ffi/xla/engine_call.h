@@ -8,9 +8,8 @@
 #include "host/engine.h"
 #include "xla/common.h"
 #if CLO_CUDA_BUILD
-#include <cuda_runtime_api.h>
-
 #include "cuda/kernels.h"
+#include "cuda/pull.h"
 #endif
 
 namespace clo {
@@ -92,11 +91,6 @@ inline ffi::Error find_device_layer(const std::string& op, int64_t handle, ffi::
       return ffi::Error::Success();
   }
   return invalid(op, "the call has " + geometry(batch, kv_heads, head_dim, dtype) + ", and no layer of the engine has");
-}
-
-inline ffi::Error launched(const std::string& op, cudaError_t error) {
-  if (error == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error::Internal("clo_" + op + ": " + cudaGetErrorString(error));
 }
 #endif
 

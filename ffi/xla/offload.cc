@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <string>
+#include <utility>
 
 #include "clo/params.h"
 #include "xla/engine_call.h"
@@ -57,9 +58,9 @@ ffi::Error run(ffi::AnyBuffer rows, ffi::Buffer<ffi::S32> begin, ffi::Buffer<ffi
 }
 
 #if CLO_CUDA_BUILD
-ffi::Error run_cuda(cudaStream_t stream, ffi::AnyBuffer rows, ffi::Buffer<ffi::S32> begin, ffi::Buffer<ffi::S32> end,
-                    ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::U32>, ffi::Result<ffi::Buffer<ffi::U32>>,
-                    int64_t engine, int64_t sink) {
+ffi::Error run_on_stream(cudaStream_t stream, ffi::AnyBuffer rows, ffi::Buffer<ffi::S32> begin,
+                         ffi::Buffer<ffi::S32> end, ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::U32>,
+                         ffi::Result<ffi::Buffer<ffi::U32>>, int64_t engine, int64_t sink) {
   OffloadParams p;
   if (ffi::Error error = parse(rows, begin, end, sink, &p); error.failure()) return error;
   DeviceCall call;
@@ -71,23 +72,25 @@ ffi::Error run_cuda(cudaStream_t stream, ffi::AnyBuffer rows, ffi::Buffer<ffi::S
 }
 #endif
 
+template <typename Bind>
+auto operands(Bind bind) {
+  return std::move(bind)
+      .template Arg<ffi::AnyBuffer>()        // rows [B, Ko, N, 2, D]
+      .template Arg<ffi::Buffer<ffi::S32>>()  // begin [B]
+      .template Arg<ffi::Buffer<ffi::S32>>()  // end [B]
+      .template Arg<ffi::Buffer<ffi::S32>>()  // layer [1]
+      .template Arg<ffi::Buffer<ffi::U32>>()  // token [1]
+      .template Ret<ffi::Buffer<ffi::U32>>()  // token, aliased
+      .template Attr<int64_t>("engine")
+      .template Attr<int64_t>("sink");
+}
+
 }  // namespace
 }  // namespace clo
 
-#define CLO_OFFLOAD_OPERANDS                                                  \
-  Arg<xla::ffi::AnyBuffer>()                     /* rows [B, Ko, N, 2, D] */ \
-      .Arg<xla::ffi::Buffer<xla::ffi::S32>>()    /* begin [B] */             \
-      .Arg<xla::ffi::Buffer<xla::ffi::S32>>()    /* end [B] */               \
-      .Arg<xla::ffi::Buffer<xla::ffi::S32>>()    /* layer [1] */             \
-      .Arg<xla::ffi::Buffer<xla::ffi::U32>>()    /* token [1] */             \
-      .Ret<xla::ffi::Buffer<xla::ffi::U32>>()    /* token, aliased */        \
-      .Attr<int64_t>("engine")                                               \
-      .Attr<int64_t>("sink")
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(clo_offload, clo::run, xla::ffi::Ffi::Bind().CLO_OFFLOAD_OPERANDS);
-
+XLA_FFI_DEFINE_HANDLER_SYMBOL(clo_offload, clo::run, clo::operands(xla::ffi::Ffi::Bind()));
 #if CLO_CUDA_BUILD
-XLA_FFI_DEFINE_HANDLER_SYMBOL(clo_offload_cuda, clo::run_cuda,
-                              xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<cudaStream_t>>().CLO_OFFLOAD_OPERANDS,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(clo_offload_cuda, clo::run_on_stream,
+                              clo::operands(xla::ffi::Ffi::Bind().Ctx<clo::StreamContext>()),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 #endif
