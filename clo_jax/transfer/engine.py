@@ -245,8 +245,27 @@ class Engine:
         _within("tokens", tokens[used], S)
         _within("slots", slots[used], C)
         self.wait(layer)
-        request = (np.ascontiguousarray(array, np.int32) for array in (counts, tokens, slots))
-        self._live().stage(layer, *request)
+        self.write(layer, request_counts=counts, request_tokens=tokens, request_slots=slots)
+
+    def write(self, layer: int, **arrays: np.ndarray) -> None:
+        """Overwrites whole arrays of a layer, wherever they are; for probes and tests. No program may be running.
+
+        Args:
+          layer: index of the layer.
+          arrays: host_rows, selected_rows, slot_tokens, slot_last, slot_counts or refreshes, of the shapes that the
+            methods of these names give; values are converted to their dtypes.
+
+        Raises:
+          ValueError: an array of another shape, or that the layer does not have.
+        """
+        present = self._arrays(layer)
+        for name, array in arrays.items():
+            target = present.get(name)
+            if target is None or np.shape(array) != target.shape:
+                wanted = "an array of the layer" if target is None else f"shape {target.shape}"
+                raise ValueError(f"{name}: got shape {np.shape(array)}, wanted {wanted}")
+            dtype = self._dtype if name.endswith("_rows") else target.dtype
+            self._live().write_array(layer, name, np.ascontiguousarray(array, dtype).reshape(-1).view(np.uint8))
 
     def post(self, layer: int) -> int:
         """Hands a layer's request to the transfer threads, and returns its sequence number. Does not wait.

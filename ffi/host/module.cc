@@ -176,17 +176,23 @@ nb::dict layer_arrays(const Handle& h, int64_t layer) {
   return a;
 }
 
-using Int32s = nb::ndarray<const int32_t, nb::c_contig, nb::device::cpu>;
-
-// Fills the layer's request; shapes are [B, Ko] and twice [B, Ko, C], which Python has checked.
-void stage(const Handle& h, int64_t layer, const Int32s& counts, const Int32s& tokens, const Int32s& slots) {
-  const clo::Request& r = h.engine().layer(layer).request;
-  const auto write = [&](int32_t* to, const Int32s& from) {
-    h.engine().copy(to, from.data(), static_cast<int64_t>(from.nbytes()));
+// Writes the layer's array of that name, as layer_arrays() gives it; Python has checked shape and dtype.
+void write_array(const Handle& h, int64_t layer, const std::string& name,
+                 const nb::ndarray<const uint8_t, nb::c_contig, nb::device::cpu>& bytes) {
+  const clo::LayerView v = h.engine().layer(layer);
+  const std::pair<const char*, void*> arrays[] = {
+      {"host_rows", v.host_rows},
+      {"selected_rows", v.selected_rows},
+      {"slot_tokens", v.slot_tokens},
+      {"slot_last", v.slot_last},
+      {"slot_counts", v.slot_counts},
+      {"refreshes", v.refreshes},
+      {"request_counts", v.request.counts},
+      {"request_tokens", v.request.tokens},
+      {"request_slots", v.request.slots},
   };
-  write(r.counts, counts);
-  write(r.tokens, tokens);
-  write(r.slots, slots);
+  for (const auto& [known, data] : arrays)
+    if (name == known && data != nullptr) h.engine().copy(data, bytes.data(), static_cast<int64_t>(bytes.nbytes()));
 }
 
 nb::dict counters(const Handle& h) {
@@ -221,7 +227,7 @@ void bind_engine(nb::module_& m) {
       .def("wait", [](const Handle& h, int64_t layer) { return h.engine().wait(layer); }, Unlocked())
       .def("begin", [](const Handle& h, int64_t requests) { h.engine().begin(requests); }, Unlocked())
       .def("end", [](const Handle& h) { return h.engine().end(); }, Unlocked())
-      .def("stage", &stage)
+      .def("write_array", &write_array)
       .def("abort", [](const Handle& h, const std::string& why) { h.engine().abort(why); }, Unlocked())
       .def("reset", [](const Handle& h) { h.engine().reset(); }, Unlocked())
       .def("close", &Handle::close, Unlocked())

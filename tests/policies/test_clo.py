@@ -102,7 +102,7 @@ def test_counts_by_refresh(llama):
             metrics[name] = tiny.run(tiny.LLAMA, llama, policy, engine, prompts, 64).metrics()
             assert engine.counters().rows_posted == engine.counters().rows_moved
     for m in metrics.values():
-        assert m.bytes_moved == m.rows_moved * 2 * 16 * 4
+        assert m.bytes_moved == m.rows_moved * 2 * tiny.HEAD_DIM * 4
         assert 0 <= m.hit_rate < 1
     assert metrics["whole"].rows_moved == metrics["whole"].rows_selected
     assert 0 < metrics["delta"].rows_moved < metrics["delta"].rows_selected

@@ -101,7 +101,15 @@ void PullTransfers::to_device(void* to, const void* from, int64_t bytes) const {
 
 void PullTransfers::from_device(void* to, const void* from, int64_t bytes) const { to_device(to, from, bytes); }
 
-void PullTransfers::copy(void* to, const void* from, int64_t bytes) const { to_device(to, from, bytes); }
+void PullTransfers::copy(void* to, const void* from, int64_t bytes) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  settle();
+  to_device(to, from, bytes);
+}
+
+void PullTransfers::settle() const {
+  if (!serving_) check(cudaDeviceSynchronize(), "programs before");
+}
 
 void PullTransfers::write_control(uint32_t cuda::TransferControl::*field, uint32_t value) {
   to_device(&(ref_.control->*field), &value, sizeof value);
@@ -139,6 +147,7 @@ void PullTransfers::finish() {
 std::string PullTransfers::end() {
   std::lock_guard<std::mutex> lock(mutex_);
   finish();
+  settle();
   uint32_t error = 0;
   from_device(&error, ref_.error, sizeof error);
   return describe(error);
@@ -180,6 +189,7 @@ std::string PullTransfers::wait(int64_t layer) {
   for (;;) {
     // The lock is not held between looks: abort() may end the wait.
     std::unique_lock<std::mutex> lock(mutex_);
+    settle();
     cuda::LayerFlags flags;
     uint32_t error = 0;
     from_device(&flags, ref_.flags + layer, sizeof flags);
@@ -237,6 +247,7 @@ void PullTransfers::reset(const std::function<void()>& clear) {
 
 void PullTransfers::add_to(Counters* counters) const {
   std::lock_guard<std::mutex> lock(mutex_);
+  settle();
   cuda::DeviceCounters device;
   from_device(&device, ref_.counters, sizeof device);
   const uint64_t bytes = static_cast<uint64_t>(row_bytes(views_[0]));

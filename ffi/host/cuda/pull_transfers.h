@@ -38,6 +38,7 @@ class PullTransfers : public TransferService {
   const cuda::EngineRef* device() const override { return &ref_; }
 
  private:
+  void settle() const;                            // until programs that were started are done, unless one is served
   void finish();                                  // ends the resident kernel, if there is one; needs mutex_
   void to_device(void* to, const void* from, int64_t bytes) const;  // on the side stream; done when it returns
   void from_device(void* to, const void* from, int64_t bytes) const;
