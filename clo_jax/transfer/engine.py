@@ -92,6 +92,7 @@ class Engine:
             raise ValueError(f"dtype: got {self._dtype}, wanted float32 or bfloat16")
         self._threads = default_threads() if threads is None else _integer("threads", threads)
         self._kv_offload = bool(kv_offload)
+        self._programs: set[Hashable] = set()
         kv_heads = [_integer("kv_heads", n) for n in kv_heads]
         self._layers = len(kv_heads)
         try:
