@@ -5,9 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
-from clo_jax import checkpoints, memory
+from clo_jax import checkpoints, memory, prompts
 from clo_jax.cache.layout import CacheLayout
 from clo_jax.config import Attention, CloConfig
 from clo_jax.errors import CloError
@@ -15,14 +14,11 @@ from clo_jax.generate import bucket_length
 from clo_jax.policies.base import Policy
 from clo_jax.policies.clo import CloPolicy, neutral_scores
 from clo_jax.policies.full import FullPolicy
+from clo_jax.prompts import Options, Prompts
 from clo_jax.results import Delta, Generation
-from clo_jax.sampling import Sampling
 from clo_jax.session import Request, Session
 from clo_jax.text import IncrementalDecoder, Tokenizer
 from clo_jax.transfer.engine import Engine
-
-Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
-DEFAULT_NEW_TOKENS = 256
 
 
 class LLM:
@@ -123,10 +119,8 @@ class LLM:
           ValueError: empty or too long prompts, ids outside the vocabulary, settings out of range.
           TransferError, MemoryPlanError: the engine failed; the run does not fit memory.
         """
-        ids = self._token_ids(prompts, chat)
-        requests = self._requests(
-            ids, max_new_tokens, do_sample, temperature, top_k, top_p, seed, stop_token_ids, ignore_eos
-        )
+        options = Options(max_new_tokens, do_sample, temperature, top_k, top_p, seed, stop_token_ids, ignore_eos)
+        requests = self._requests(prompts, chat, options)
         answers: list[Generation] = []
         with _Turn(self):
             for request in requests:
@@ -148,18 +142,10 @@ class LLM:
 
     def stream(self, prompt: str | Sequence[int], **options: Any) -> Iterator[Delta]:
         """Answers one prompt chunk by chunk; options as in `generate`. Closing the iterator cancels the answer."""
-        if "callback" in options:
-            raise ValueError("callback: got one for a stream, wanted none (iterate instead)")
-        ids = self._token_ids(prompt, options.pop("chat", False))
-        if len(ids) != 1:
-            raise ValueError(f"prompt: got {len(ids)} prompts, wanted one (use generate)")
-        names = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "seed", "stop_token_ids", "ignore_eos")
-        unknown = sorted(set(options) - set(names))
-        if unknown:
-            raise TypeError(f"stream() got unexpected arguments {unknown}")
-        defaults = dict(do_sample=False, seed=0, stop_token_ids=(), ignore_eos=False)
-        request = self._requests(ids, *(options.get(name, defaults.get(name)) for name in names))[0]
-        return self._stream(request)
+        requests = self._requests(prompt, options.pop("chat", False), Options(**options))
+        if len(requests) != 1 or len(requests[0].prompts) != 1:
+            raise ValueError("prompt: got several prompts, wanted one (use generate)")
+        return self._stream(requests[0])
 
     def _stream(self, request: Request) -> Iterator[Delta]:
         with _Turn(self):
@@ -233,92 +219,13 @@ class LLM:
         policy, tables = self._prepare(len(request.prompts), max(len(p) for p in request.prompts))
         return Session(self.config, self._params, policy, tables, self._engine, request, self._chunk)
 
-    def _token_ids(self, prompts: Prompts, chat: bool) -> list[list[int]]:
-        items: list[Any]
-        if isinstance(prompts, str):
-            items = [prompts]
-        else:
-            items = list(prompts)
-            if items and all(isinstance(item, (int, np.integer)) for item in items):
-                items = [items]
-        if not items:
-            raise ValueError("prompts: got none, wanted at least one")
-        encoded = []
-        for number, item in enumerate(items):
-            if isinstance(item, str):
-                if self.tokenizer is None:
-                    raise ValueError(f"prompts: got text, but {self._info.path} has no tokenizer.json; give token ids")
-                ids = (
-                    self.tokenizer.encode_chat([{"role": "user", "content": item}])
-                    if chat
-                    else self.tokenizer.encode(item)
-                )
-            elif chat:
-                raise ValueError("chat: got True with token ids, wanted text")
-            else:
-                ids = [int(token) for token in item]
-            if not ids:
-                raise ValueError(f"prompts[{number}]: got an empty prompt, wanted at least one token")
-            bad = [token for token in ids if not 0 <= token < self.config.vocab_size]
-            if bad:
-                raise ValueError(f"prompts[{number}]: got token {bad[0]}, wanted 0 to {self.config.vocab_size - 1}")
-            encoded.append(ids)
-        return encoded
-
-    def _requests(
-        self, ids, max_new_tokens, do_sample, temperature, top_k, top_p, seed, stop_token_ids, ignore_eos
-    ) -> list[Request]:
-        """Checks everything that a user can get wrong, and groups the prompts."""
-        if max_new_tokens is not None and max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens: got {max_new_tokens}, wanted at least 1")
-        new = []
-        for number, prompt in enumerate(ids):
-            room = self.max_context - len(prompt)
-            wanted = min(DEFAULT_NEW_TOKENS, max(room, 1)) if max_new_tokens is None else max_new_tokens
-            if wanted > room:
-                raise ValueError(
-                    f"prompts[{number}]: got {len(prompt)} tokens and max_new_tokens {wanted}, wanted at most "
-                    f"max_context = {self.max_context} together"
-                )
-            new.append(wanted)
-        extra = [stop_token_ids] if isinstance(stop_token_ids, int) else list(stop_token_ids)
-        stop = [*extra, *([] if ignore_eos else self._info.stop_token_ids)]
-        seeds = [seed] * len(ids) if isinstance(seed, int) else list(seed)
-        if len(seeds) != len(ids):
-            raise ValueError(f"seed: got {len(seeds)} seeds, wanted one or one per prompt ({len(ids)})")
-        values = self._sampling_values(do_sample, temperature, top_k, top_p)
-        groups = range(0, len(ids), self.max_batch)
-        return [
-            Request(
-                ids[i : i + self.max_batch], new[i : i + self.max_batch], stop,
-                None if values is None else _sampling(values, seeds[i : i + self.max_batch]),
-            )
-            for i in groups
-        ]  # fmt: skip
-
-    def _sampling_values(self, do_sample, temperature, top_k, top_p) -> tuple[float, int, float] | None:
-        if not do_sample:
-            given = [n for n, v in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p)) if v is not None]
-            if given:
-                raise ValueError(f"{given[0]}: got a value with do_sample False, wanted do_sample=True")
-            return None
-        defaults = self._info.generation_config
-
-        def pick(value, name, fallback):
-            return value if value is not None else defaults.get(name) if defaults.get(name) is not None else fallback
-
-        temperature, top_k, top_p = (
-            pick(temperature, "temperature", 1.0),
-            pick(top_k, "top_k", 0),
-            pick(top_p, "top_p", 1.0),
-        )
-        if not (np.isfinite(temperature) and temperature > 0):
-            raise ValueError(f"temperature: got {temperature}, wanted a positive number (greedy: do_sample=False)")
-        if top_k < 0:
-            raise ValueError(f"top_k: got {top_k}, wanted 0 (off) or a positive integer")
-        if not 0 < top_p <= 1:
-            raise ValueError(f"top_p: got {top_p}, wanted a number in (0, 1]")
-        return float(temperature), int(top_k), float(top_p)
+    def _requests(self, given: Prompts, chat: bool, options: Options) -> list[Request]:
+        info, vocab_size = self._info, self.config.vocab_size
+        return prompts.requests(
+            prompts.token_ids(given, chat, self.tokenizer, vocab_size, info.path), options,
+            max_context=self.max_context, max_batch=self.max_batch, model_stop=info.stop_token_ids,
+            generation_config=info.generation_config,
+        )  # fmt: skip
 
     # --- text ----------------------------------------
 
@@ -339,15 +246,6 @@ class LLM:
                     text += decoders[row].flush()
             metrics = session.metrics() if reason is not None else None
             yield Delta(first_row + row, text, tokens, reason, metrics)
-
-
-def _sampling(values: tuple[float, int, float], seeds: Sequence[int]) -> Sampling:
-    temperature, top_k, top_p = values
-    B = len(seeds)
-    return Sampling(
-        jnp.full((B,), temperature, jnp.float32), jnp.full((B,), top_k, jnp.int32), jnp.full((B,), top_p, jnp.float32),
-        jnp.asarray(np.array([s % 2**32 for s in seeds], np.uint32)),
-    )  # fmt: skip
 
 
 class _Turn:

@@ -117,7 +117,7 @@ def test_sampling_is_seeded_per_row(llm):
         ([7] * 250, {"max_new_tokens": 7}, r"got 250 tokens and max_new_tokens 7, .* max_context = 256"),
         ([7] * 256, {}, r"got 256 tokens and max_new_tokens 1"),
         ([7] * 300, {}, r"got 300 tokens"),
-        ("x", {"temperature": 0.5}, "temperature: got a value with do_sample False"),
+        ("x", {"temperature": 0.5}, "temperature: got 0.5 with do_sample False"),
         ("x", {"do_sample": True, "temperature": 0.0}, "temperature: got 0.0"),
         ("x", {"do_sample": True, "top_p": 0.0}, "top_p: got 0.0"),
         ("x", {"do_sample": True, "top_k": -1}, "top_k: got -1"),

@@ -25,7 +25,7 @@ def offload(rows, begin, end, layer, token, *, engine, sink):
         p < sink, else at sink + (p - sink) % (N - sink): a tail, or a prefilled layer with N at least `end`.
       begin, end: [B] int32; tokens of each sequence, at most N of them. begin == end writes nothing.
       layer: [1] int32; index of the layer in the engine.
-      token: [1] uint32; orders calls with engine effects.
+      token: [1] uint32; orders calls with engine effects. A call whose token goes nowhere is never made.
       engine: handle of the engine (`Engine.handle`), static.
       sink: pinned rows at the front of the buffer, static.
 
@@ -33,8 +33,9 @@ def offload(rows, begin, end, layer, token, *, engine, sink):
       token, unchanged. When the call returns the rows are copied, so `rows` may be overwritten.
 
     Raises:
-      ValueError: shapes or dtypes that do not agree. At run time (jax.errors.JaxRuntimeError): a closed engine, a layer
-        or rows that are not the engine's, tokens that do not fit in the buffer or the context capacity.
+      ValueError: shapes or dtypes that do not agree.
+      jax.errors.JaxRuntimeError or ValueError, run time: a closed engine, a layer or rows that are not the engine's,
+        tokens that do not fit in the buffer or the context capacity.
     """
     _check.dtype("rows", rows, *_check.ACTIVATION_DTYPES)
     _check.shape("rows", rows, (None, None, None, 2, None), "[B, Ko, N, 2, D]")

@@ -153,7 +153,7 @@ def prefetch(
         sequence's heads move nothing, are not counted, and get age -1, so that they miss once there is something.
       capacity: [B] int32; slots that each head of the sequence may fill, at most the engine's C.
       layer: [1] int32; index of the layer in the engine.
-      token: [1] uint32; orders calls with engine effects.
+      token: [1] uint32; orders calls with engine effects. A call whose token goes nowhere is never made.
       engine: handle of the engine (`Engine.handle`), static.
       retriever: "sign", "hata" or "exact", static.
       refresh: static; "delta" moves rows that are not there and evicts the least recently selected, "whole" replaces a
@@ -166,8 +166,9 @@ def prefetch(
       arguments are donated.
 
     Raises:
-      ValueError: shapes, dtypes or static arguments that do not agree. At run time (jax.errors.JaxRuntimeError): a
-        closed engine, operands that are not the engine's layer's, values out of the ranges above, a failed transfer.
+      ValueError: shapes, dtypes or static arguments that do not agree.
+      jax.errors.JaxRuntimeError or ValueError, run time: a closed engine, operands that are not the engine's layer's,
+        values out of the ranges above, a failed transfer (`transfer_errors` of clo_jax.transfer.engine tells which).
     """
     _check.dtype("query", query, *_check.ACTIVATION_DTYPES)
     _check.shape("query", query, (None, None, None), "[B, H, D]")

@@ -5,7 +5,7 @@ import dataclasses
 import operator
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import jax
 import ml_dtypes
@@ -38,7 +38,8 @@ def transfer_errors() -> Iterator[None]:
     """Around running programs: an op's error about its engine becomes a TransferError in the engine's words."""
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
+    # JAX raises the same failure as one or the other: a ValueError where a compiled call fails before it returns.
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
         why = re.search(r"clo_\w+: (?:transfer failed: (.*)|(engine \d+ is closed.*))", str(error))
         if why is None:
             raise
@@ -60,7 +61,8 @@ class Engine:
       num_slots: slots C of each head in the selected-rows buffer.
       head_dim: D.
       dtype: float32 or bfloat16, of rows.
-      backend: who moves the rows; "auto" takes the first that works here (clo_jax.transfer.backends lists them).
+      backend: who moves the rows (clo_jax.transfer.backends lists them). "auto" is "pull" when JAX runs on a GPU and this
+        build has it, else "host". "pull" serves programs on the GPU, "host" programs on the CPU.
       threads: transfer threads; None for half of the cores, at most 4.
       kv_offload: False keeps rows where they are: attention reads them through the slot table, and nothing moves.
       timeout_s: bound in seconds of every wait for rows.
@@ -90,15 +92,17 @@ class Engine:
             raise ValueError(f"dtype: got {self._dtype}, wanted float32 or bfloat16")
         self._threads = default_threads() if threads is None else _integer("threads", threads)
         self._kv_offload = bool(kv_offload)
+        kv_heads = [_integer("kv_heads", n) for n in kv_heads]
+        self._layers = len(kv_heads)
         try:
             self._native = _host.Engine(
-                kv_heads=[_integer("kv_heads", n) for n in kv_heads],
+                kv_heads=kv_heads,
                 batch=_integer("batch", batch),
                 max_tokens=_integer("max_tokens", max_tokens),
                 num_slots=_integer("num_slots", num_slots),
                 head_dim=_integer("head_dim", head_dim),
                 bfloat16=self._dtype != np.float32,
-                backend=str(backend),
+                backend=_resolve(str(backend)),
                 threads=self._threads,
                 offload=self._kv_offload,
                 timeout_s=float(timeout_s),
@@ -145,6 +149,49 @@ class Engine:
     def clear_counters(self) -> None:
         """Sets every count to 0."""
         self._live().clear_counters()
+
+    @contextlib.contextmanager
+    def serving(self, requests: int, program: Hashable) -> Iterator[None]:
+        """Around one run of a program: `begin`, then `end` once everything that the program computes is there.
+
+        Compiling a program and loading its kernels waits for the device, which a transfer kernel that waits for the
+        program would hold up. So the first run of each `program` goes without `begin`: its rows arrive all the same,
+        one layer at a time.
+
+        Args:
+          requests: as for `begin`.
+          program: names the compiled program.
+        """
+        if program in self._programs:
+            self.begin(requests)
+        try:
+            yield
+        finally:
+            self.end()
+        self._programs.add(program)
+
+    def begin(self, requests: int) -> None:
+        """Before a program that posts up to `requests` requests, one of each layer with offloaded heads in turn, and
+        that has run before: launches what serves them beside it. Nothing for backend host.
+
+        Raises:
+          TransferError: the last `begin` has no `end`, or the launch failed.
+        """
+        native = self._live()
+        try:
+            native.begin(_integer("requests", requests))
+        except RuntimeError as error:
+            raise TransferError(str(error)) from error
+
+    def end(self) -> None:
+        """After the program: ends what `begin` launched.
+
+        Raises:
+          TransferError: a transfer since the last `end` failed; names layer, backend and request.
+        """
+        why = self._live().end()
+        if why:
+            raise TransferError(why)
 
     def reset(self) -> None:
         """Empties all slot tables, clears failures and restarts the threads, dead ones too. Keeps rows and counters.
@@ -198,9 +245,8 @@ class Engine:
         _within("tokens", tokens[used], S)
         _within("slots", slots[used], C)
         self.wait(layer)
-        arrays["request_counts"][...] = counts
-        arrays["request_tokens"][...] = tokens
-        arrays["request_slots"][...] = slots
+        request = (np.ascontiguousarray(array, np.int32) for array in (counts, tokens, slots))
+        self._live().stage(layer, *request)
 
     def post(self, layer: int) -> int:
         """Hands a layer's request to the transfer threads, and returns its sequence number. Does not wait.
@@ -224,6 +270,15 @@ class Engine:
         if why:
             raise TransferError(why)
 
+    def drain(self) -> None:
+        """Returns once every layer's last request is delivered, so that counts of moved rows are those of posted ones.
+
+        Raises:
+          TransferError: as `wait`.
+        """
+        for layer in range(self._layers):
+            self.wait(layer)
+
     def inject_delay(self, max_us: int, seed: int) -> None:
         """For tests: every chunk of rows is late by a random time up to `max_us` microseconds; 0 ends it."""
         self._live().inject_delay(_integer("max_us", max_us), _integer("seed", seed))
@@ -241,6 +296,8 @@ class Engine:
     def host_rows(self, layer: int) -> np.ndarray:
         """[B, Ko, S, 2, D] in the engine's dtype, not a copy: rows that prefill and flushes have written."""
         return self._arrays(layer)["host_rows"].view(self._dtype)
+
+    # The arrays below are in device memory for backend pull: there they are copies.
 
     def selected_rows(self, layer: int) -> np.ndarray:
         """[B, Ko, C, 2, D] in the engine's dtype, not a copy: rows that transfers have written."""
@@ -269,6 +326,14 @@ class Engine:
         """Copies of the layer's last request: counts [B, Ko], tokens [B, Ko, C], slots [B, Ko, C], all int32."""
         arrays = self._arrays(layer)
         return tuple(arrays[f"request_{name}"].copy() for name in ("counts", "tokens", "slots"))
+
+
+def _resolve(backend: str) -> str:
+    """What "auto" stands for: the backend whose arenas the kernels of JAX's platform reach."""
+    if backend != "auto":
+        return backend
+    pull = any(name == "pull" and available for name, available, _ in _host.backends())
+    return "pull" if pull and jax.default_backend() == "gpu" else "host"
 
 
 def _integer(name: str, value) -> int:

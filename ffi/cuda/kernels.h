@@ -19,7 +19,8 @@ namespace clo::cuda {
 
 constexpr int kTransferBlocks = 4;
 
-struct LayerFlags;  // flags.cuh
+struct LayerFlags;       // flags.cuh
+struct TransferControl;  // pull.h
 
 // The layer is a value in device memory, because one program may serve many. Pointers in params.view are ignored; its
 // sizes hold for every layer that the index may name.
@@ -30,6 +31,7 @@ struct LayerRef {
 
 struct DeviceCounters {
   unsigned long long hits, misses, rows_selected, rows_posted, requests, wait_ns;
+  unsigned long long rows_moved, rows_offloaded;
 };
 
 // The engine's side of a call, all of it device memory.
@@ -39,13 +41,14 @@ struct EngineRef {
   uint32_t* error;           // 0, or why waits have failed
   DeviceCounters* counters;  // null: not counted
   uint64_t timeout_ns;       // of every wait
+  TransferControl* control;  // what the transfer kernels need; null with flags
 };
 
 cudaError_t hash_encode(const HashEncodeParams& p, cudaStream_t stream);
 
 cudaError_t cache_lookup(const CacheLookupParams& p, cudaStream_t stream);
 
-size_t select_topk_workspace_bytes(const SelectTopkParams& p);  // of the sizes in p and its retriever
+size_t select_topk_workspace_bytes(const SelectTopkParams& p);  // of its sizes and retriever, on the current device
 cudaError_t select_topk(const SelectTopkParams& p, void* workspace, cudaStream_t stream);
 
 size_t prefetch_workspace_bytes(const PrefetchParams& p);  // of the sizes in p.select and p.view

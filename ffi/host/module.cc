@@ -15,6 +15,10 @@
 #include "host/engine.h"
 #include "xla/handlers.h"
 
+#if CLO_CUDA_BUILD
+#include "cuda/kernels.h"
+#endif
+
 namespace nb = nanobind;
 
 namespace {
@@ -34,6 +38,26 @@ nb::dict registrations(const std::string& platform) {
   }
 #endif
   return targets;
+}
+
+// Bytes of scratch that the CUDA kernel wants as a further result; 0 without CUDA, or without a device.
+int64_t select_topk_workspace([[maybe_unused]] int64_t batch, [[maybe_unused]] int64_t kv_heads,
+                              [[maybe_unused]] int64_t group, [[maybe_unused]] int64_t head_dim,
+                              [[maybe_unused]] int64_t bits, [[maybe_unused]] int64_t max_tokens,
+                              [[maybe_unused]] int64_t retriever) {
+#if CLO_CUDA_BUILD
+  clo::SelectTopkParams p{};
+  p.batch = batch;
+  p.kv_heads = kv_heads;
+  p.group = group;
+  p.head_dim = head_dim;
+  p.bits = bits;
+  p.max_tokens = max_tokens;
+  p.retriever = static_cast<clo::Retriever>(retriever);
+  return static_cast<int64_t>(clo::cuda::select_topk_workspace_bytes(p));
+#else
+  return 0;
+#endif
 }
 
 nb::list backends() {
@@ -85,16 +109,28 @@ class Handle {
   clo::Engine& engine() const { return *engine_; }
   int64_t number() const { return number_; }
 
-  // A writable array over arena memory, or None where the layer has none.
-  nb::object array(void* data, std::initializer_list<int64_t> dims, nb::dlpack::dtype type) const {
+  // A writable array over arena memory, or None where the layer has none. Where the host does not reach the arena:
+  // a copy.
+  nb::object array(void* data, std::initializer_list<int64_t> dims, nb::dlpack::dtype type,
+                   bool on_host = false) const {
     if (data == nullptr) return nb::none();
     std::vector<size_t> shape(dims.begin(), dims.end());
+    if (engine_->device() != nullptr && !on_host) return copy(data, shape, type);
     auto* share = new std::shared_ptr<clo::Engine>(engine_);
     nb::capsule owner(share, [](void* p) noexcept { delete static_cast<std::shared_ptr<clo::Engine>*>(p); });
     return nb::cast(nb::ndarray<nb::numpy>(data, shape.size(), shape.data(), owner, nullptr, type));
   }
 
  private:
+  nb::object copy(const void* data, const std::vector<size_t>& shape, nb::dlpack::dtype type) const {
+    size_t bytes = type.bits / 8;
+    for (size_t n : shape) bytes *= n;
+    auto* values = new std::vector<char>(bytes);
+    nb::capsule owner(values, [](void* p) noexcept { delete static_cast<std::vector<char>*>(p); });
+    engine_->copy(values->data(), data, static_cast<int64_t>(bytes));
+    return nb::cast(nb::ndarray<nb::numpy>(values->data(), shape.size(), shape.data(), owner, nullptr, type));
+  }
+
   std::shared_ptr<clo::Engine> engine_;
   int64_t number_ = 0;
 };
@@ -105,7 +141,7 @@ nb::dict layer_arrays(const Handle& h, int64_t layer) {
   const auto rows = v.dtype == clo::DType::kF32 ? nb::dtype<float>() : nb::dtype<uint16_t>();
   const int64_t B = v.batch, Ko = v.kv_heads, S = v.max_tokens, C = v.num_slots, D = v.head_dim;
   nb::dict a;
-  a["host_rows"] = h.array(v.host_rows, {B, Ko, S, 2, D}, rows);
+  a["host_rows"] = h.array(v.host_rows, {B, Ko, S, 2, D}, rows, h.engine().config().offload);
   a["selected_rows"] = h.array(v.selected_rows, {B, Ko, C, 2, D}, rows);
   a["slot_tokens"] = h.array(v.slot_tokens, {B, Ko, C}, nb::dtype<int32_t>());
   a["slot_last"] = h.array(v.slot_last, {B, Ko, C}, nb::dtype<uint16_t>());
@@ -115,6 +151,19 @@ nb::dict layer_arrays(const Handle& h, int64_t layer) {
   a["request_tokens"] = h.array(v.request.tokens, {B, Ko, C}, nb::dtype<int32_t>());
   a["request_slots"] = h.array(v.request.slots, {B, Ko, C}, nb::dtype<int32_t>());
   return a;
+}
+
+using Int32s = nb::ndarray<const int32_t, nb::c_contig, nb::device::cpu>;
+
+// Fills the layer's request; shapes are [B, Ko] and twice [B, Ko, C], which Python has checked.
+void stage(const Handle& h, int64_t layer, const Int32s& counts, const Int32s& tokens, const Int32s& slots) {
+  const clo::Request& r = h.engine().layer(layer).request;
+  const auto write = [&](int32_t* to, const Int32s& from) {
+    h.engine().copy(to, from.data(), static_cast<int64_t>(from.nbytes()));
+  };
+  write(r.counts, counts);
+  write(r.tokens, tokens);
+  write(r.slots, slots);
 }
 
 nb::dict counters(const Handle& h) {
@@ -147,6 +196,9 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro("device_bytes", [](const Handle& h) { return h.engine().device_bytes(); })
       .def("post", [](const Handle& h, int64_t layer) { return h.engine().post(layer); }, Unlocked())
       .def("wait", [](const Handle& h, int64_t layer) { return h.engine().wait(layer); }, Unlocked())
+      .def("begin", [](const Handle& h, int64_t requests) { h.engine().begin(requests); }, Unlocked())
+      .def("end", [](const Handle& h) { return h.engine().end(); }, Unlocked())
+      .def("stage", &stage)
       .def("abort", [](const Handle& h, const std::string& why) { h.engine().abort(why); }, Unlocked())
       .def("reset", [](const Handle& h) { h.engine().reset(); }, Unlocked())
       .def("close", &Handle::close, Unlocked())
@@ -163,6 +215,9 @@ void bind_engine(nb::module_& m) {
 NB_MODULE(_host, m) {
   m.def("registrations", &registrations, nb::arg("platform"),
         "FFI target name -> capsule, for platform cpu or CUDA; empty for a platform that this module is not built for.");
+  m.def("select_topk_workspace", &select_topk_workspace, nb::kw_only(), nb::arg("batch"), nb::arg("kv_heads"),
+        nb::arg("group"), nb::arg("head_dim"), nb::arg("bits"), nb::arg("max_tokens"), nb::arg("retriever"),
+        "Bytes of scratch that clo_select_topk wants as its second result on this machine's device.");
   m.def("instruction_set", &clo::isa_name, "Instruction set of the CPU kernels: generic, avx2 or avx512 (CLO_JAX_ISA overrides).");
   m.def("backends", &backends, "(name, available, reason) of every transfer backend, in the order of \"auto\".");
   m.def("instruction_set", [] { return std::string(clo::isa_name()); },

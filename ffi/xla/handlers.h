@@ -20,6 +20,7 @@ CLO_HANDLERS(CLO_DECLARE_HANDLER)
 #define CLO_CUDA_HANDLERS(X) \
   X(cache_lookup) \
   X(hash_encode) \
+  X(offload) \
   X(select_topk)
 
 #define CLO_DECLARE_HANDLER(name) extern "C" XLA_FFI_Error* clo_##name##_cuda(XLA_FFI_CallFrame* frame);

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from clo_jax.errors import TransferError
 from clo_jax.ops import prefetch as op
 from clo_jax.ops import select_topk
-from clo_jax.transfer.engine import Engine
+from clo_jax.transfer.engine import Engine, transfer_errors
 from tests.cases import DTYPES
 
 TABLE = ("tokens", "last", "counts", "refreshes")
@@ -210,7 +211,7 @@ def test_eviction_order_on_random_tables_and_across_the_turn_of_the_counter():
                 last[b, h] = refreshes[b, h] - r.integers(0, 6, size=24).astype(np.uint16)
             args = x.arguments(x.next_query(), ints(0, 0, 9, 0), ints(160, 60, 80, 0), ints(*k), ints(*capacity))
             *_, slots, _ = x.reference(args)
-            assert not x.prefetch(args).any()
+            np.testing.assert_array_equal(x.prefetch(args), np.tile(k[:, None] == 0, 4))
             for name in TABLE:
                 np.testing.assert_array_equal(x.table()[name], slots[name], err_msg=f"{name}, seed {seed}")
 
@@ -234,14 +235,28 @@ def test_a_fill_followed_at_once_by_another_prefetch():
         assert x.engine.counters().requests == 5
 
 
-def test_nothing_to_select_posts_nothing():
+def test_nothing_to_select_posts_nothing_and_misses_next_time():
     with Layer(seed=7) as x:
-        hit = x.prefetch(x.arguments(x.next_query(), ints(4, 4), ints(4, 160), ints(5, 0), ints(5, 0)))
-        assert not hit.any() and np.asarray(x.age == 0).all()
+        x.thresholds = jnp.full((3,), -1.0, jnp.float32)  # whoever has a set reuses it
+        query = x.next_query()
+        hit = x.prefetch(x.arguments(query, ints(4, 4), ints(4, 160), ints(0, 8), ints(5, 8)))
+        np.testing.assert_array_equal(hit, [[True] * 3, [False] * 3])
+        np.testing.assert_array_equal(np.asarray(x.age), [[-1] * 3, [0] * 3])
         x.engine.wait(x.layer)
         c = x.engine.counters()
-        assert (c.requests, c.misses, c.rows_selected) == (0, 6, 0)
-        assert not x.engine.slot_counts(x.layer).any()
+        assert (c.requests, c.hits, c.misses, c.rows_selected, c.rows_moved) == (1, 0, 3, 24, 24)
+        assert not x.engine.slot_counts(x.layer)[0].any() and not x.engine.refreshes(x.layer)[0].any()
+        hit = x.prefetch(x.arguments(query, ints(4, 4), ints(14, 160), ints(5, 8), ints(5, 8)))
+        np.testing.assert_array_equal(hit, [[False] * 3, [True] * 3])
+        assert (x.engine.slot_counts(x.layer) == [[5] * 3, [8] * 3]).all()
+
+
+def test_no_candidates_for_a_positive_k_is_a_miss_that_moves_nothing():
+    with Layer(seed=7) as x:
+        hit = x.prefetch(x.arguments(x.next_query(), ints(4, 4), ints(4, 4), ints(5, 5), ints(5, 5)))
+        assert not hit.any() and x.engine.counters().misses == 6
+        x.engine.wait(x.layer)
+        assert x.engine.counters().requests == 0 and not x.engine.slot_counts(x.layer).any()
 
 
 def test_hits_leave_table_and_buffer_alone():
@@ -303,11 +318,9 @@ def test_a_failed_transfer_is_the_next_prefetch_error():
         args = (ints(0, 0), ints(160, 160), ints(20, 20), ints(24, 24))
         x.engine.inject_thread_death(0)
         x.prefetch(x.arguments(x.next_query(), *args))
-        with pytest.raises(
-            jax.errors.JaxRuntimeError, match="transfer failed: layer 1, backend host, request 1: transf"
-        ):
-            x.thresholds = jnp.full((3,), 2.0, jnp.float32)
+        with pytest.raises(TransferError, match="^layer 1, backend host, request 1: transfer t"), transfer_errors():
             x.prefetch(x.arguments(x.next_query(), *args))
+        assert x.engine.counters().misses == 6  # of the first call alone
 
 
 @pytest.mark.parametrize(
@@ -323,7 +336,7 @@ def test_a_failed_transfer_is_the_next_prefetch_error():
 )
 def test_values_out_of_range_change_nothing(end, k, capacity, message):
     with Layer(seed=12) as x:
-        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=message):
             x.prefetch(x.arguments(x.next_query(), ints(4, 4), ints(100, end), ints(8, k), ints(8, capacity)))
         assert not x.table()["refreshes"].any() and x.engine.counters().misses == 0
 

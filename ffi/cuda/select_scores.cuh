@@ -1,0 +1,361 @@
+// Scores of keys against the query heads of one group, as 16-bit ranks: the smaller, the better.
+//
+// hata and sign are both sums over the set bits of a code of small integers, one a bit and query: for sign the query's
+// levels in [-7, 7]; for hata, where all queries of the group count alike, G - 2n of a bit that n queries have set (the
+// distance of the key grows by that when its bit is set), halved for an even G, whose distances all have one parity. Such
+// integers are four bit planes of weight 1, 2, 4 and -8, and binary tensor-core products count the bits of code AND plane:
+// m16n8k256, rows = keys, columns = planes, depth = 8 code words of which lane % 4 holds two.
+#pragma once
+
+#include <math_constants.h>
+
+#include "clo/params.h"
+#include "cuda/block_scan.cuh"
+#include "cuda/numeric.cuh"
+
+namespace clo::cuda {
+
+constexpr int kStep = 64;         // keys that a warp scores at a time
+constexpr int kPlanes = 4;
+constexpr int kMaxGroup = 8;
+constexpr int kStageFloats = 16384;  // weights that are staged at a time; there are two stages
+
+struct GroupFacts {
+  float slopes[kMaxGroup], offsets[kMaxGroup];
+  int32_t sums[kMaxGroup];      // sign: sum of the levels
+  uint32_t largest[kMaxGroup];  // sign: bits of max |z|
+  int32_t base;                 // hata: rank of a key whose bits are all 0
+};
+
+// The group's query, all of it in shared memory.
+struct GroupQuery {
+  float* query;       // [D][4·kSets] zero beyond G
+  uint32_t* planes;   // [queries][kPlanes][words]; hata: one query
+  float* projection;  // [4·kSets][R], only while preparing
+  float* stages;      // [2][kStageFloats] staged weights, only while preparing
+  GroupFacts* facts;
+};
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ uint2 load_stream(const uint2* p) {
+  uint2 v;
+  asm volatile("ld.global.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void multiply(int (&d)[4], const uint32_t (&a)[4], uint2 b) {
+  asm("mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.and.popc {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
+}
+
+// q·W for the whole group, each a chain of multiply-adds in the order of d as in the CPU kernel: signs agree to the bit.
+template <int kSets>
+__device__ void project(const SelectTopkParams& p, const float* weights, const GroupQuery& s) {
+  constexpr int kQueries = 4 * kSets, kMine = kQueries / 2;
+  const int D = static_cast<int>(p.head_dim), R = static_cast<int>(p.bits), tid = threadIdx.x;
+  const int rows = min(D, kStageFloats / R), stages = (D + rows - 1) / rows;
+  const auto fetch = [&](int stage) {
+    const int first = stage * rows, floats = (min(D, first + rows) - first) * R;
+    const float* from = weights + static_cast<int64_t>(first) * R;
+    const uint32_t to = shared_address(s.stages + stage % 2 * kStageFloats);
+    for (int i = tid * 4; i < floats; i += kThreads * 4)
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i * 4), "l"(from + i) : "memory");
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  };
+  fetch(0);
+  for (int stage = 0; stage < stages; ++stage) {
+    if (stage + 1 < stages) {
+      fetch(stage + 1);
+      asm volatile("cp.async.wait_group 1;" ::: "memory");
+    } else {
+      asm volatile("cp.async.wait_group 0;" ::: "memory");
+    }
+    __syncthreads();
+    const float* w = s.stages + stage % 2 * kStageFloats;
+    const int first = stage * rows, count = min(D, first + rows) - first;
+    for (int item = tid; item < 2 * R; item += kThreads) {
+      const int r = item % R, part = item / R * kMine;
+      float sums[kMine];
+#pragma unroll
+      for (int g = 0; g < kMine; ++g) sums[g] = stage == 0 ? 0.0f : s.projection[(part + g) * R + r];
+#pragma unroll 8
+      for (int d = 0; d < count; ++d) {
+        const float weight = w[d * R + r];
+#pragma unroll
+        for (int g = 0; g < kMine; ++g) sums[g] = fmaf(s.query[(first + d) * kQueries + part + g], weight, sums[g]);
+      }
+#pragma unroll
+      for (int g = 0; g < kMine; ++g) s.projection[(part + g) * R + r] = sums[g];
+    }
+    __syncthreads();
+  }
+}
+
+// hata: the planes of the weights of all bits, and the rank of an empty code. Ends with __syncthreads.
+template <int kSets>
+__device__ void weigh_bits(const GroupQuery& s, int G, int R) {
+  const int lane = threadIdx.x % 32, words = R / 32;
+  for (int w = threadIdx.x / 32; w < words; w += kWarps) {
+    int set = 0;
+#pragma unroll
+    for (int g = 0; g < 4 * kSets; ++g) set += g < G && s.projection[g * R + w * 32 + lane] > 0;
+    const int weight = G % 2 == 0 ? G / 2 - set : G - 2 * set;
+#pragma unroll
+    for (int plane = 0; plane < kPlanes; ++plane) {
+      const uint32_t mask = __ballot_sync(~0u, weight >> plane & 1);
+      if (lane == 0) s.planes[plane * words + w] = mask;
+    }
+    const int total = __reduce_add_sync(~0u, set);
+    if (lane == 0) atomicAdd(&s.facts->base, total);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0 && G % 2 == 0) s.facts->base >>= 1;
+  __syncthreads();
+}
+
+// The size of one level of a query's projections, 0 when they are zero or not finite.
+__device__ __forceinline__ float level_step(uint32_t largest) {
+  return largest < 0x7f800000u ? __fdiv_rn(__uint_as_float(largest), 7.0f) : 0.0f;
+}
+
+// sign: the planes of each query's levels, and its linear part. Ends with __syncthreads.
+template <int kSets>
+__device__ void quantise(const SelectTopkParams& p, int64_t bh, const GroupQuery& s) {
+  constexpr int kQueries = 4 * kSets;
+  const int G = static_cast<int>(p.group), D = static_cast<int>(p.head_dim), R = static_cast<int>(p.bits);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, words = R / 32;
+  GroupFacts& facts = *s.facts;
+  for (int i = warp; i < G * words; i += kWarps) {
+    const uint32_t bits = __float_as_uint(s.projection[i / words * R + i % words * 32 + lane]) & 0x7fffffffu;
+    const uint32_t most = __reduce_max_sync(~0u, bits);  // values >= 0 sort as their bits do, infinity and NaN last
+    if (lane == 0) atomicMax(&facts.largest[i / words], most);
+  }
+  __syncthreads();
+  for (int i = warp; i < kQueries * words; i += kWarps) {
+    const int g = i / words;
+    const float step = level_step(facts.largest[g]);
+    int level = 0;
+    if (step > 0) {
+      const float z = s.projection[g * R + i % words * 32 + lane];
+      level = max(-7, min(7, __float2int_rn(__fdiv_rn(z, step))));
+    }
+#pragma unroll
+    for (int plane = 0; plane < kPlanes; ++plane) {
+      const uint32_t mask = __ballot_sync(~0u, level >> plane & 1);
+      if (lane == 0) s.planes[(g * kPlanes + plane) * words + i % words] = mask;
+    }
+    const int total = __reduce_add_sync(~0u, level);
+    if (lane == 0) atomicAdd(&facts.sums[g], total);
+  }
+  if (warp < kQueries) {
+    float along_mean = 0;
+    if (warp < G)
+      for (int d = lane; d < D; d += 32) along_mean += s.query[d * kQueries + warp] * p.mean[bh * D + d];
+    along_mean = warp_sum(along_mean);
+    if (lane == 0) {
+      facts.slopes[warp] = level_step(facts.largest[warp]) * p.scale;
+      facts.offsets[warp] = warp < G ? p.scale * along_mean - p.lse[bh * G + warp] : -CUDART_INF_F;
+    }
+  }
+  __syncthreads();
+}
+
+// Everything that scoring needs to know about the queries of head bh. Ends with __syncthreads.
+template <Retriever kRetriever, int kSets, typename T>
+__device__ void prepare(const SelectTopkParams& p, int64_t bh, const GroupQuery& s) {
+  constexpr int kQueries = 4 * kSets;
+  const int G = static_cast<int>(p.group), D = static_cast<int>(p.head_dim), tid = threadIdx.x;
+  const T* query = static_cast<const T*>(p.query) + bh * G * D;
+  for (int i = tid; i < D * kQueries; i += kThreads) {
+    const int g = i / D, d = i % D;
+    s.query[d * kQueries + g] = g < G ? widen(query[g * D + d]) : 0.0f;
+  }
+  if (tid < kMaxGroup) {
+    s.facts->sums[tid] = 0;
+    s.facts->largest[tid] = 0;
+    s.facts->slopes[tid] = p.scale;  // exact; the others follow below
+    if (tid < G) s.facts->offsets[tid] = -p.lse[bh * G + tid];
+    else s.facts->offsets[tid] = -CUDART_INF_F;
+    if (tid == 0) s.facts->base = 0;
+  }
+  __syncthreads();
+  if constexpr (kRetriever != Retriever::kExact)
+    project<kSets>(p, p.weights + bh % p.kv_heads * p.head_dim * p.bits, s);
+  if constexpr (kRetriever == Retriever::kHata) weigh_bits<kSets>(s, G, static_cast<int>(p.bits));
+  if constexpr (kRetriever == Retriever::kSign) quantise<kSets>(p, bh, s);
+}
+
+// Column fragments of one 8-word block of the planes, from registers (256 bits) or shared memory.
+template <Retriever kRetriever, int kSets>
+struct Columns {
+  static constexpr int kCount = kRetriever == Retriever::kHata ? 2 : 2 * kSets;
+
+  // Fragment i. hata: columns 4i to 4i + 3 are the planes, for every other 16 keys. sign: columns 2q and 2q + 1 are planes
+  // 2(i % 2) and the next of query q + 4(i / 2), so that one lane has all planes of a query.
+  __device__ static uint2 load(const uint32_t* planes, int words, int block, int i) {
+    const int lane = threadIdx.x % 32, column = lane / 4, w = block * 8 + lane % 4 * 2;
+    const uint32_t* at;
+    if constexpr (kRetriever == Retriever::kHata) {
+      if (column / 4 != i) return {0, 0};
+      at = planes + column % 4 * words;
+    } else {
+      at = planes + ((column / 2 + 4 * (i / 2)) * kPlanes + i % 2 * 2 + column % 2) * words;
+    }
+    return {w < words ? at[w] : 0, w + 1 < words ? at[w + 1] : 0};
+  }
+};
+
+// Ranks of keys [0, n) by code: put(key, rank) for each, by any thread.
+template <Retriever kRetriever, int kSets, bool kFast, typename Put>
+__device__ void score_codes(const uint32_t* codes, const uint16_t* factors, int words, int n, const GroupQuery& s,
+                            Put put) {
+  using C = Columns<kRetriever, kSets>;
+  constexpr bool kHata = kRetriever == Retriever::kHata;
+  constexpr int kGroups = kStep / 16;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, column = lane % 4;
+  uint2 held[kFast ? C::kCount : 1];
+  if constexpr (kFast) {
+#pragma unroll
+    for (int i = 0; i < C::kCount; ++i) held[i] = C::load(s.planes, 8, 0, i);
+  }
+  uint2 code[kFast ? 2 * kGroups : 1];
+  const auto fetch = [&](int first) {
+    const uint2* from = reinterpret_cast<const uint2*>(codes) + static_cast<int64_t>(first) * 4 + lane;
+    if (first + kStep <= n) {
+#pragma unroll
+      for (int l = 0; l < 2 * kGroups; ++l) code[l] = load_stream(from + l * 32);
+    } else {
+#pragma unroll
+      for (int l = 0; l < 2 * kGroups; ++l) code[l] = first + l * 8 + row < n ? load_stream(from + l * 32) : uint2{};
+    }
+  };
+  if constexpr (kFast) fetch(warp * kStep);
+
+  float slopes[kSets], offsets[kSets];
+  int sums[kSets];
+#pragma unroll
+  for (int set = 0; set < kSets; ++set) {
+    slopes[set] = s.facts->slopes[column + 4 * set];
+    offsets[set] = s.facts->offsets[column + 4 * set];
+    sums[set] = s.facts->sums[column + 4 * set];
+  }
+  const int base = s.facts->base, low = column % 2 ? 4 : 1, high = column % 2 ? -8 : 2;
+
+  for (int first = warp * kStep; first < n; first += kWarps * kStep) {
+    float halves[2] = {};
+    if constexpr (!kHata) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int key = first + i * 32 + lane;
+        if (key < n) halves[i] = __half2float(__ushort_as_half(factors[key]));
+      }
+    }
+    float scores[kGroups][2];
+    int counts[4] = {};
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      int products[kHata ? 1 : 2 * kSets][4] = {};
+      const int blocks = kFast ? 1 : (words + 7) / 8;
+      for (int block = 0; block < blocks; ++block) {
+        uint32_t a[4];
+        if constexpr (kFast) {
+          a[0] = code[2 * group].x;
+          a[1] = code[2 * group + 1].x;
+          a[2] = code[2 * group].y;
+          a[3] = code[2 * group + 1].y;
+        } else {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int key = first + group * 16 + i % 2 * 8 + row, w = block * 8 + column * 2 + i / 2;
+            a[i] = key < n && w < words ? codes[static_cast<int64_t>(key) * words + w] : 0;
+          }
+        }
+        if constexpr (kHata) {
+          multiply(counts, a, kFast ? held[group % 2] : C::load(s.planes, words, block, group % 2));
+        } else {
+#pragma unroll
+          for (int i = 0; i < C::kCount; ++i)
+            multiply(products[i], a, kFast ? held[kFast ? i : 0] : C::load(s.planes, words, block, i));
+        }
+      }
+      if constexpr (kHata) {
+        if (group % 2 == 1) {
+          // A lane pair has all planes of one key each once they have exchanged halves.
+          const int x = low * counts[0] + high * counts[1], y = low * counts[2] + high * counts[3];
+          const int rank = __shfl_xor_sync(~0u, column % 2 ? x : y, 1) + (column % 2 ? y : x) + base;
+          const int key = first + (group - 1) * 16 + column / 2 * 16 + column % 2 * 8 + row;
+          if (key < n) put(key, static_cast<uint16_t>(rank));
+#pragma unroll
+          for (int i = 0; i < 4; ++i) counts[i] = 0;
+        }
+      } else {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float factor = __shfl_sync(~0u, halves[group / 2], group % 2 * 16 + half * 8 + row);
+          float score = 0;
+#pragma unroll
+          for (int set = 0; set < kSets; ++set) {
+            const int(&low_planes)[4] = products[2 * set];
+            const int(&high_planes)[4] = products[2 * set + 1];
+            const int sum = low_planes[2 * half] + 2 * low_planes[2 * half + 1] + 4 * high_planes[2 * half] -
+                            8 * high_planes[2 * half + 1];
+            score += clamped_exp(slopes[set] * factor * static_cast<float>(2 * sum - sums[set]) + offsets[set]);
+          }
+          scores[group][half] = score;
+        }
+      }
+    }
+    if constexpr (kFast) fetch(first + kWarps * kStep);
+    if constexpr (!kHata) {
+      // Sums over the four lanes of a key, scattered: each lane ends up with the keys of one group of 16.
+      float two[2][2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float keep = column / 2 ? scores[2 + i][half] : scores[i][half];
+          const float give = column / 2 ? scores[i][half] : scores[2 + i][half];
+          two[i][half] = keep + __shfl_xor_sync(~0u, give, 2);
+        }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float keep = column % 2 ? two[1][half] : two[0][half], give = column % 2 ? two[0][half] : two[1][half];
+        const float score = keep + __shfl_xor_sync(~0u, give, 1);
+        const int key = first + column * 16 + half * 8 + row;
+        if (key < n) put(key, static_cast<uint16_t>(0xffffu - (__float_as_uint(score) >> 15)));
+      }
+    }
+  }
+}
+
+// Ranks of keys [0, n) by their rows [n, 2, D]: eight lanes a key.
+template <int kSets, typename T, typename Put>
+__device__ void score_rows(const T* rows, int D, int n, const GroupQuery& s, Put put) {
+  constexpr int kQueries = 4 * kSets, kVector = 16 / sizeof(T);
+  const int lane = threadIdx.x % 32, part = lane % 8;
+  for (int first = threadIdx.x / 32 * 4; first < n; first += kWarps * 4) {
+    const int key = first + lane / 8;
+    float dots[kQueries] = {};
+    if (key < n) {
+      const T* x = rows + static_cast<int64_t>(key) * 2 * D;
+      for (int d = part * kVector; d < D; d += 8 * kVector) {
+        alignas(16) T values[kVector];
+        *reinterpret_cast<uint4*>(values) = *reinterpret_cast<const uint4*>(x + d);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i)
+#pragma unroll
+          for (int g = 0; g < kQueries; ++g) dots[g] = fmaf(s.query[(d + i) * kQueries + g], widen(values[i]), dots[g]);
+      }
+    }
+    float score = 0;
+#pragma unroll
+    for (int g = 0; g < kQueries; ++g) score += clamped_exp(s.facts->slopes[g] * warp_sum<8>(dots[g]) + s.facts->offsets[g]);
+    if (part == 0 && key < n) put(key, static_cast<uint16_t>(0xffffu - (__float_as_uint(score) >> 15)));
+  }
+}
+
+}  // namespace clo::cuda
