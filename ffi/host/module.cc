@@ -60,6 +60,23 @@ int64_t select_topk_workspace([[maybe_unused]] int64_t batch, [[maybe_unused]] i
 #endif
 }
 
+int64_t attend_workspace([[maybe_unused]] int64_t batch, [[maybe_unused]] int64_t offloaded,
+                         [[maybe_unused]] int64_t resident, [[maybe_unused]] int64_t group,
+                         [[maybe_unused]] int64_t head_dim, [[maybe_unused]] int64_t bits) {
+#if CLO_CUDA_BUILD
+  clo::AttendParams p{};
+  p.batch = batch;
+  p.offloaded_heads = offloaded;
+  p.resident_heads = resident;
+  p.group = group;
+  p.head_dim = head_dim;
+  p.bits = bits;
+  return static_cast<int64_t>(clo::cuda::attend_workspace_bytes(p));
+#else
+  return 0;
+#endif
+}
+
 nb::list backends() {
   nb::list list;
   for (const clo::BackendInfo& b : clo::list_backends()) list.append(nb::make_tuple(b.name, b.available, b.reason));
@@ -218,6 +235,9 @@ NB_MODULE(_host, m) {
   m.def("select_topk_workspace", &select_topk_workspace, nb::kw_only(), nb::arg("batch"), nb::arg("kv_heads"),
         nb::arg("group"), nb::arg("head_dim"), nb::arg("bits"), nb::arg("max_tokens"), nb::arg("retriever"),
         "Bytes of scratch that clo_select_topk wants as its second result on this machine's device.");
+  m.def("attend_workspace", &attend_workspace, nb::kw_only(), nb::arg("batch"), nb::arg("offloaded"),
+        nb::arg("resident"), nb::arg("group"), nb::arg("head_dim"), nb::arg("bits"),
+        "Bytes of scratch that clo_attend wants as its last result.");
   m.def("instruction_set", &clo::isa_name, "Instruction set of the CPU kernels: generic, avx2 or avx512 (CLO_JAX_ISA overrides).");
   m.def("backends", &backends, "(name, available, reason) of every transfer backend, in the order of \"auto\".");
   m.def("instruction_set", [] { return std::string(clo::isa_name()); },
