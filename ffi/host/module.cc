@@ -78,6 +78,18 @@ int64_t prefetch_workspace([[maybe_unused]] int64_t engine, [[maybe_unused]] int
   p.select.max_tokens = p.view.max_tokens;
   p.select.retriever = static_cast<clo::Retriever>(retriever);
   return static_cast<int64_t>(clo::cuda::prefetch_workspace_bytes(p));
+int64_t attend_workspace([[maybe_unused]] int64_t batch, [[maybe_unused]] int64_t offloaded,
+                         [[maybe_unused]] int64_t resident, [[maybe_unused]] int64_t group,
+                         [[maybe_unused]] int64_t head_dim, [[maybe_unused]] int64_t bits) {
+#if CLO_CUDA_BUILD
+  clo::AttendParams p{};
+  p.batch = batch;
+  p.offloaded_heads = offloaded;
+  p.resident_heads = resident;
+  p.group = group;
+  p.head_dim = head_dim;
+  p.bits = bits;
+  return static_cast<int64_t>(clo::cuda::attend_workspace_bytes(p));
 #else
   return 0;
 #endif
@@ -250,6 +262,9 @@ NB_MODULE(_host, m) {
   m.def("prefetch_workspace", &prefetch_workspace, nb::kw_only(), nb::arg("engine"), nb::arg("kv_heads"),
         nb::arg("group"), nb::arg("bits"), nb::arg("retriever"),
         "Bytes of scratch that clo_prefetch wants as its last result for this engine.");
+  m.def("attend_workspace", &attend_workspace, nb::kw_only(), nb::arg("batch"), nb::arg("offloaded"),
+        nb::arg("resident"), nb::arg("group"), nb::arg("head_dim"), nb::arg("bits"),
+        "Bytes of scratch that clo_attend wants as its last result.");
   m.def("instruction_set", &clo::isa_name, "Instruction set of the CPU kernels: generic, avx2 or avx512 (CLO_JAX_ISA overrides).");
   m.def("backends", &backends, "(name, available, reason) of every transfer backend, in the order of \"auto\".");
   m.def("instruction_set", [] { return std::string(clo::isa_name()); },

@@ -8,7 +8,7 @@
 
 namespace clo::cuda {
 
-constexpr int kMergeThreads = 128;
+constexpr int kMergeThreads = 256;
 
 // A partial result of four dimensions, in registers.
 struct Partial {
@@ -34,27 +34,30 @@ __device__ inline void store(__nv_bfloat16* out, float4 x) {
   *reinterpret_cast<uint2*>(out) = make_uint2(pack_bf16(x.x, x.y), pack_bf16(x.z, x.w));
 }
 
-// By the first warp of a block, after the kernel that wrote the magnitudes.
 template <typename T, int D>
-__device__ void append_factor(const AttendArgs& a, int b, int h, int lane) {
+__device__ float squared_distance(const AttendArgs& a, int b, int h, int lane) {
   const T* key = static_cast<const T*>(a.key) + (static_cast<size_t>(b) * a.kv_heads() + h) * D;
-  const int head = b * a.offloaded + h;
-  const float* mean = a.mean + static_cast<size_t>(head) * D;
-  float squares = 0, magnitudes = 0;
+  const float* mean = a.mean + static_cast<size_t>(b * a.offloaded + h) * D;
+  float squares = 0;
   for (int d = lane; d < D; d += 32) {
     const float x = as_float(key[d]) - mean[d];
     squares += x * x;
   }
+#pragma unroll
+  for (int o = 16; o > 0; o >>= 1) squares += __shfl_xor_sync(~0u, squares, o);
+  return squares;
+}
+
+__device__ inline void append_factor(const AttendArgs& a, int b, int h, float squares, int lane) {
+  const int head = b * a.offloaded + h;
+  float magnitudes = 0;
   for (int w = lane; w < a.words; w += 32) magnitudes += __ldcg(a.magnitudes + static_cast<size_t>(head) * a.words + w);
 #pragma unroll
-  for (int o = 16; o > 0; o >>= 1) {
-    squares += __shfl_xor_sync(~0u, squares, o);
-    magnitudes += __shfl_xor_sync(~0u, magnitudes, o);
-  }
+  for (int o = 16; o > 0; o >>= 1) magnitudes += __shfl_xor_sync(~0u, magnitudes, o);
   if (lane == 0) a.factors[static_cast<size_t>(head) * a.max_tokens + a.position[b]] = code_factor(squares, magnitudes);
 }
 
-// One block for each query head.
+// One block for each query head. The last warp, with the least to merge, sees to the factor.
 template <class Tile>
 __global__ void __launch_bounds__(kMergeThreads) merge_fragments(const __grid_constant__ AttendArgs a) {
   using T = typename Tile::Element;
@@ -91,10 +94,12 @@ __global__ void __launch_bounds__(kMergeThreads) merge_fragments(const __grid_co
       }
     }
   }
-  const bool valid = a.valid(b);
+  const bool valid = a.valid(b), factor = g == 0 && line == 1 && a.words > 0 && valid && tid >= kMergeThreads - 32;
+  const float squares = factor ? squared_distance<T, D>(a, b, h, lane) : 0.0f;
   __syncthreads();
   const size_t slot = a.first_slot(line) + s_first + i;
   wait_for_previous_kernel();
+  if (factor) append_factor(a, b, h, squares, lane);
 
   const int v = tid % kVectors, part = tid / kVectors;
   Partial total;
@@ -127,7 +132,6 @@ __global__ void __launch_bounds__(kMergeThreads) merge_fragments(const __grid_co
     store(static_cast<T*>(a.out) + query * D + v * 4, x);
     if (v == 0) a.lse[query] = valid ? (total.max + log2f(total.sum)) * kLn2 : NAN;
   }
-  if (g == 0 && line == 1 && a.words > 0 && valid && tid < 32) append_factor<T, D>(a, b, h, lane);
 }
 
 }  // namespace clo::cuda

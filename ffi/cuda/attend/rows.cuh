@@ -56,35 +56,33 @@ class RowReader {
   }
 
  private:
+  // A row, unless it is the new token's: that one is read from where it comes from, for it is being written meanwhile.
   struct Row {
-    const char* key;
-    const char* value;
+    const char* address;
+    bool is_new;
   };
-
-  __device__ static Row row_at(const char* p) { return {p, p + kHalf}; }
-
-  // The token that this call appends is read from where it comes from: its row is being written meanwhile.
-  __device__ Row new_row() const {
-    const size_t offset = static_cast<size_t>(a_.kv_head(line_, head_)) * kHalf;
-    return {static_cast<const char*>(a_.key) + offset, static_cast<const char*>(a_.value) + offset};
-  }
 
   __device__ void issue_resident(int slot, int first, int count) {
     const char* base = a_.resident_rows + (static_cast<size_t>(head_) * a_.max_tokens + first) * kRowBytes;
     if (first + kUnitRows < count) return copy_block(slot, base);
     copy_rows(slot, count - first,
-              [&](int row) { return first + row == count - 1 ? new_row() : row_at(base + row * kRowBytes); });
+              [&](int row) { return Row{base + row * kRowBytes, first + row == count - 1}; });
   }
 
   __device__ void issue_tail(int slot, int first, int count) {
     const int b = head_ / a_.offloaded, position = a_.position[b], sinks = min(a_.sink, position + 1);
-    const int oldest = max(a_.sink, a_.flushed[b]);
+    const int oldest = max(a_.sink, a_.flushed[b]), ring = a_.tail_rows - a_.sink;
     const char* base = a_.tail + static_cast<size_t>(head_) * a_.tail_rows * kRowBytes;
+    const auto token_of = [&](int j) { return j < sinks ? j : oldest + j - sinks; };
+    const auto index_of = [&](int token) { return token < a_.sink ? token : a_.sink + (token - a_.sink) % ring; };
+    if (first + kUnitRows < count) {  // without the new token; most such units are in one piece
+      const int begin = index_of(token_of(first));
+      if (index_of(token_of(first + kUnitRows - 1)) == begin + kUnitRows - 1)
+        return copy_block(slot, base + static_cast<size_t>(begin) * kRowBytes);
+    }
     copy_rows(slot, min(count - first, kUnitRows), [&](int row) {
-      const int j = first + row, token = j < sinks ? j : oldest + j - sinks;
-      if (token == position) return new_row();
-      const int index = token < a_.sink ? token : a_.sink + (token - a_.sink) % (a_.tail_rows - a_.sink);
-      return row_at(base + static_cast<size_t>(index) * kRowBytes);
+      const int token = token_of(first + row);
+      return Row{base + static_cast<size_t>(index_of(token)) * kRowBytes, token == position};
     });
   }
 
@@ -93,12 +91,12 @@ class RowReader {
     if (selected_ != nullptr) {
       const char* base = selected_ + (static_cast<size_t>(head_) * a_.num_slots + first) * kRowBytes;
       if (n == kUnitRows) return copy_block(slot, base);
-      return copy_rows(slot, n, [&](int row) { return row_at(base + row * kRowBytes); });
+      return copy_rows(slot, n, [&](int row) { return Row{base + row * kRowBytes, false}; });
     }
     const int32_t* tokens = view_->slot_tokens + static_cast<size_t>(head_) * a_.num_slots + first;
     const char* base = static_cast<const char*>(view_->host_rows) +
                        static_cast<size_t>(head_) * a_.max_tokens * kRowBytes;
-    copy_rows(slot, n, [&](int row) { return row_at(base + static_cast<size_t>(tokens[row]) * kRowBytes); });
+    copy_rows(slot, n, [&](int row) { return Row{base + static_cast<size_t>(tokens[row]) * kRowBytes, false}; });
   }
 
   // True for one warp of the grid, which speaks for all when the wait is counted.
@@ -132,16 +130,23 @@ class RowReader {
     }
   }
 
-  // n rows wherever they are; the rest of the unit becomes zero.
+  // n rows wherever they are; the rest of the unit becomes zero. Lane i finds row i.
   template <typename Find>
   __device__ void copy_rows(int slot, int n, Find find) {
     if (lane_ == 0) filled_[slot] = n;
+    const Row mine = find(min(lane_, n - 1));
+    const unsigned long long address = reinterpret_cast<unsigned long long>(mine.address);
+    const unsigned new_rows = __ballot_sync(~0u, mine.is_new);
+    const size_t new_offset = static_cast<size_t>(a_.kv_head(line_, head_)) * kHalf;
     const uint32_t to = stage(slot);
+#pragma unroll 4
     for (int i = 0; i < kCopies; ++i) {
       const int chunk = i * 32 + lane_, row = chunk / kChunks, column = chunk % kChunks * 16;
-      const Row source = find(min(row, n - 1));
-      copy_async(to + row * Tile::kStride + column,
-                 column < kHalf ? source.key + column : source.value + (column - kHalf), row < n ? 16 : 0, policy_);
+      const char* from = reinterpret_cast<const char*>(__shfl_sync(~0u, address, row)) + column;
+      if ((new_rows >> row & 1) != 0)
+        from = column < kHalf ? static_cast<const char*>(a_.key) + new_offset + column
+                              : static_cast<const char*>(a_.value) + new_offset + column - kHalf;
+      copy_async(to + row * Tile::kStride + column, from, row < n ? 16 : 0, policy_);
     }
   }
 

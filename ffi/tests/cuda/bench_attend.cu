@@ -13,6 +13,7 @@
 
 #include "clo/params.h"
 #include "cuda/check.h"
+#include "cuda/flags.cuh"
 #include "cuda/kernels.h"
 
 namespace {
@@ -99,6 +100,7 @@ T* zeros(size_t n) {
 struct Case {
   const char* name;
   int64_t B, Kr, G, bits, tail;  // tail: rows attended beside the selected ones
+  bool flags;                    // asks for the ready flag, and leaves room for the transfer kernel
 };
 
 double read_us(size_t bytes, int sets, int n) {
@@ -157,6 +159,9 @@ void bench(const Case& c, double stream_rate) {
   const clo::LayerView* device_views = device(views);
   const int32_t* layers = device(numbers_of_layers);
 
+  auto* flags = c.flags ? zeros<clo::cuda::LayerFlags>(sets) : nullptr;
+  auto* error = zeros<uint32_t>(1);
+
   const double us = time_us(n, [&](int i) {
     const int s = i % sets;
     clo::AttendParams q = p;
@@ -164,6 +169,9 @@ void bench(const Case& c, double stream_rate) {
     q.tail = pool + s * set + selected + resident;
     clo::cuda::EngineRef engine{};
     engine.layer = {device_views, layers + s};
+    engine.flags = flags;
+    engine.error = error;
+    engine.timeout_ns = 1'000'000'000;
     CLO_CUDA_CHECK(clo::cuda::attend(q, engine, workspace, stream));
   });
   const double same = read_us(bytes / 4096 * 4096, sets, n), rate = static_cast<double>(bytes) / us / 1e3;
@@ -183,10 +191,18 @@ int main() {
   const double stream_rate = static_cast<double>(large) / read_us(large, 3, 6) / 1e3;
   std::printf("plain read of %.1f GB: %.0f GB/s\n", static_cast<double>(large) / 1e9, stream_rate);
   const Case cases[] = {
-      {"selected", 1, 0, 4, 0, 0},         {"selected", 1, 0, 5, 0, 0},         {"selected", 4, 0, 4, 0, 0},
-      {"selected", 4, 0, 5, 0, 0},         {"selected, tail, code", 1, 0, 4, 256, 68}, {"selected, tail, code", 4, 0, 4, 256, 68},
-      {"2 resident", 1, 2, 4, 256, 68},    {"2 resident", 1, 2, 5, 256, 68},    {"2 resident", 4, 2, 4, 256, 68},
-      {"dense", 1, 8, 4, 0, 0},            {"dense", 1, 8, 5, 0, 0},
+      {"selected", 1, 0, 4, 0, 0, false},
+      {"selected", 1, 0, 5, 0, 0, false},
+      {"selected", 4, 0, 4, 0, 0, false},
+      {"selected", 4, 0, 5, 0, 0, false},
+      {"selected, tail, code, flag", 1, 0, 4, 256, 68, true},
+      {"selected, tail, code, flag", 4, 0, 4, 256, 68, true},
+      {"2 resident", 1, 2, 4, 0, 0, false},
+      {"2 resident", 1, 2, 5, 0, 0, false},
+      {"2 resident, tail, code, flag", 1, 2, 4, 256, 68, true},
+      {"2 resident, tail, code, flag", 4, 2, 4, 256, 68, true},
+      {"dense", 1, 8, 4, 0, 0, false},
+      {"dense", 1, 8, 5, 0, 0, false},
   };
   for (const Case& c : cases) bench(c, stream_rate);
 }
