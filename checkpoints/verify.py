@@ -50,12 +50,11 @@ def verify(
     """
     dtype = jnp.dtype(dtype)
     table = keys.match(source, abstract_params(config, dtype))
-    stored = orbax_io.metadata(item)
 
     def checked(group: list[keys.Entry]) -> dict[Any, Any]:
         """These parameters of the item, in float32, after a comparison with the source."""
         wanted = {entry.path: jax.ShapeDtypeStruct(entry.shape, dtype) for entry in group}
-        loaded = orbax_io.load(item, keys.unflatten({e.path: wanted.get(e.path) for e in table}), stored)
+        loaded = orbax_io.load(item, keys.unflatten({e.path: wanted.get(e.path) for e in table}))
         leaves = keys.flatten(loaded)
         for entry in group:
             array = keys.to_ours(source.read(entry.name), entry, dtype)

@@ -138,7 +138,7 @@ JITTED = Steps(
 
 def prefill(
     config: ModelConfig, policy: Policy, params, tables: tuple[Tables, ...], tokens: jax.Array, lengths: jax.Array,
-    steps: Steps = PLAIN, on_layer=lambda layer: None,
+    steps: Steps = PLAIN, on_layer=lambda layer, arrays: None,
 ) -> tuple[tuple[LayerState, ...], Shared, jax.Array]:  # fmt: skip
     """Layer by layer over the prompts, so that only one or two layers' K and V exist at a time.
 
@@ -149,7 +149,7 @@ def prefill(
       tokens: [B, N] int32, right-padded with any valid id.
       lengths: [B] int32, 1 to N.
       steps: PLAIN inside jit, JITTED outside.
-      on_layer: called after each layer with its index (progress).
+      on_layer: called after each layer with its index and what it made (to show progress, to wait, to stop).
 
     Returns:
       per-layer states, shared state, logits of the next token [B, V] float32.
@@ -163,7 +163,7 @@ def prefill(
         kind = policy.layer_kind(index)
         state, shared = steps.absorb(policy, kind, tables[index], prompt, jnp.full((1,), index, jnp.int32), shared)
         layers.append(state)
-        on_layer(index)
+        on_layer(index, (x, shared))
     return tuple(layers), shared, steps.next_logits(config, params, last)
 
 

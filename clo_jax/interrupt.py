@@ -3,25 +3,28 @@
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
-def deferred_interrupt() -> Iterator[None]:
-    """Holds a KeyboardInterrupt back until the block ends, then raises it. Outside the main thread it does nothing
-    (Python delivers signals to the main thread only)."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def deferred_interrupt() -> Iterator[Callable[[], None]]:
+    """Holds a KeyboardInterrupt back until the block ends, then raises it; the block gets a function that raises it
+    earlier, where that is safe. Outside the main thread it does nothing (Python delivers signals to the main thread
+    only)."""
     pending = []
     previous = signal.getsignal(signal.SIGINT)
-    if previous is None:  # installed by C code: not ours to replace
-        yield
+    # Not the main thread's, or a handler that C code installed: not ours to replace.
+    if threading.current_thread() is not threading.main_thread() or previous is None:
+        yield lambda: None
         return
+
+    def raise_pending() -> None:
+        if pending and callable(previous):
+            previous(*pending.pop())
+
     signal.signal(signal.SIGINT, lambda number, frame: pending.append((number, frame)))
     try:
-        yield
+        yield raise_pending
     finally:
         signal.signal(signal.SIGINT, previous)
-        if pending and callable(previous):
-            previous(*pending[-1])
+        raise_pending()

@@ -12,7 +12,7 @@ from clo_jax.config import Attention, CloConfig
 from clo_jax.errors import CloError
 from clo_jax.generate import bucket_length
 from clo_jax.policies.base import Policy
-from clo_jax.policies.clo import CloPolicy, neutral_scores
+from clo_jax.policies.clo import CloPolicy, HeadScores, given_scores, neutral_scores
 from clo_jax.policies.full import FullPolicy
 from clo_jax.prompts import Options, Prompts
 from clo_jax.results import Delta, Generation
@@ -31,7 +31,7 @@ class LLM:
     def __init__(
         self, config, params: Any, info, tokenizer: Tokenizer | None, *, attention: Attention, clo: CloConfig,
         max_context: int, max_batch: int, kv_offload: bool, backend: str, transfer_threads: int | None,
-        chunk_tokens: int, timeout_s: float,
+        chunk_tokens: int, timeout_s: float, head_scores: Any,
     ) -> None:  # fmt: skip
         self.config, self.tokenizer, self.clo, self.attention = config, tokenizer, clo, attention
         self.max_context, self.max_batch = max_context, max_batch
@@ -39,6 +39,7 @@ class LLM:
         self._dtype = str(params["embed"]["embedding"].dtype)
         self._kv_offload, self._backend, self._threads = kv_offload, backend, transfer_threads
         self._chunk, self._timeout_s = chunk_tokens, timeout_s
+        self._head_scores = head_scores
         self._engine: Engine | None = None
         self._prepared: tuple[int, Policy, Any] | None = None
         self._busy = threading.Lock()
@@ -49,7 +50,7 @@ class LLM:
     def load(
         cls, path, *, attention: Attention = "clo", clo: CloConfig | None = None, dtype: str = "auto",
         max_context: int | None = None, max_batch: int = 8, kv_offload: bool = True, backend: str = "auto",
-        transfer_threads: int | None = None, chunk_tokens: int = 16, timeout_s: float = 30.0,
+        transfer_threads: int | None = None, chunk_tokens: int = 16, timeout_s: float = 30.0, head_scores: Any = None,
     ) -> "LLM":  # fmt: skip
         """Loads a checkpoint that `clo-jax convert` made.
 
@@ -65,6 +66,7 @@ class LLM:
           transfer_threads: copying threads; None: as many as pay.
           chunk_tokens: decode steps per dispatched program: the grain of streaming and of Ctrl-C.
           timeout_s: bound on every wait for a transfer.
+          head_scores: importance of heads in [0, 1], an array [L, K] or [L, H]; None: all equally important.
 
         Raises:
           ValueError: a setting that makes no sense.
@@ -85,9 +87,9 @@ class LLM:
         llm = cls(
             config, params, info, tokenizer, attention=attention, clo=clo or CloConfig(), max_context=max_context,
             max_batch=max_batch, kv_offload=kv_offload, backend=backend, transfer_threads=transfer_threads,
-            chunk_tokens=chunk_tokens, timeout_s=timeout_s,
+            chunk_tokens=chunk_tokens, timeout_s=timeout_s, head_scores=head_scores,
         )  # fmt: skip
-        llm._layout(1)  # refuses settings that do not fit the model now, not at the first prompt
+        llm._scores(llm._layout(1))  # refuses settings that do not fit the model now, not at the first prompt
         return llm
 
     # --- answering ----------------------------------------
@@ -188,6 +190,9 @@ class LLM:
             return CacheLayout.full(self.config, batch, self.max_context, self._dtype)
         return CacheLayout.clo(self.config, self.clo, batch, self.max_context, self._dtype)
 
+    def _scores(self, layout: CacheLayout) -> HeadScores:
+        return neutral_scores(layout) if self._head_scores is None else given_scores(layout, self._head_scores)
+
     def _prepare(self, batch: int, longest: int) -> tuple[Policy, Any]:
         """Policy and tables for a batch size; the engine of another batch size is closed first."""
         if self._prepared is not None and self._prepared[0] == batch:
@@ -211,7 +216,7 @@ class LLM:
                 dtype=jnp.dtype(self._dtype), backend=self._backend, threads=self._threads,
                 kv_offload=self._kv_offload, timeout_s=self._timeout_s,
             )  # fmt: skip
-            policy = CloPolicy(layout, self.clo, self._engine.handle, neutral_scores(layout))
+            policy = CloPolicy(layout, self.clo, self._engine.handle, self._scores(layout))
         self._prepared = (batch, policy, policy.tables())
         return self._prepared[1:]
 

@@ -98,11 +98,17 @@ class Session:
         stop = sorted(self._stop)
         padded = stop + [-1] * (-len(stop) % STOP_SLOTS or (STOP_SLOTS if not stop else 0))
         limits = Limits(jnp.asarray(request.max_new_tokens, jnp.int32), jnp.asarray(padded, jnp.int32))
-        with deferred_interrupt(), transfer_errors():
+        with deferred_interrupt() as raise_pending, transfer_errors():
+
+            def after_layer(index, arrays):
+                jax.block_until_ready(arrays)  # nothing runs when an interrupt is let through
+                self._on_layer(index)
+                raise_pending()
+
             lengths = jnp.asarray(lengths)
             layers, shared, logits = prefill(
                 self._model, self._policy, self._params, self._tables, jnp.asarray(tokens), lengths,
-                JITTED, self._on_layer,
+                JITTED, after_layer,
             )  # fmt: skip
             state = begin_jitted(layers, shared, logits, lengths, request.sampling, limits)
             del layers, shared

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ _TOKENIZER_CONFIG = "tokenizer_config.json"
 _TEMPLATE_FILE = "chat_template.jinja"
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -86,6 +88,7 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], template: str | None, folder: Path):
         self._backend, self._template, self._folder = backend, template, folder
         self.special_tokens = _special_tokens(config)
+        self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         # A tokenizer.json may carry training-time limits; nothing is ever cut or padded here.
         backend.no_truncation()
         backend.no_padding()
@@ -223,7 +226,16 @@ class IncrementalDecoder:
     def _take(self, final: bool) -> str:
         before = self._tokenizer.decode(self._ids[: self._read], self._skip)
         text = self._tokenizer.decode(self._ids, self._skip)
-        if len(text) <= len(before) or (text.endswith(_UNFINISHED) and not final):
+        if len(text) <= len(before) or (not final and (text.endswith(_UNFINISHED) or self._ends_in_byte_token())):
             return ""
         self._ids, self._read = self._ids[self._read :], len(self._ids) - self._read
         return text[len(before) :]
+
+    def _ends_in_byte_token(self) -> bool:
+        """Whether a run of byte tokens (<0xF0>) is still open: it becomes text or U+FFFD as a whole."""
+        for token in reversed(self._ids):
+            if self._skip and token in self._tokenizer.special_ids:
+                continue
+            if (text := self._tokenizer.id_to_token(token)) is not None:
+                return _BYTE_TOKEN.fullmatch(text) is not None
+        return False

@@ -21,13 +21,24 @@ def test_interrupt_waits_for_the_block():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_an_interrupt_can_be_let_through_earlier():
+    with pytest.raises(KeyboardInterrupt):
+        with deferred_interrupt() as raise_pending:
+            raise_pending()
+            os.kill(os.getpid(), signal.SIGINT)
+            raise_pending()
+            pytest.fail("not reached")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_no_interrupt_no_effect_and_other_threads_pass():
     with deferred_interrupt():
         pass
     ran = []
 
     def work():
-        with deferred_interrupt():
+        with deferred_interrupt() as raise_pending:
+            raise_pending()
             ran.append(True)
 
     thread = threading.Thread(target=work)

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 
+import numpy as np
 import psutil
 import pytest
 
@@ -235,6 +236,19 @@ def test_closed_is_closed(checkpoint):
 def test_wrong_settings_are_named_at_load(checkpoint, options, message):
     with pytest.raises(ValueError, match=message):
         LLM.load(checkpoint, **options)
+
+
+def test_head_scores(checkpoint):
+    unimportant = np.zeros((3, 2))
+    with LLM.load(checkpoint, clo=CLO, max_context=256, head_scores=unimportant) as llm:
+        m = llm.generate(tiny.prompt(100), max_new_tokens=6, ignore_eos=True)[0].metrics
+    assert m.head_scores == "given" and m.hit_rate > 0.5  # nothing but a flush refreshes such a head
+    for bad, message in (
+        (np.zeros((2, 2)), r"got shape \(2, 2\), wanted \(3, 2\)"),
+        (np.full((3, 6), 1.5), r"\[1.5, 1.5\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LLM.load(checkpoint, clo=CLO, max_context=256, head_scores=bad)
 
 
 def test_bfloat16(checkpoint):

@@ -8,7 +8,8 @@ The control of every row is full attention, all rows on the device, at the same 
 import argparse
 import pathlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 
@@ -53,6 +54,18 @@ def transformers_rates(gguf: pathlib.Path, prompt: list[int], new_tokens: int, r
                 token, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
             rates.append((new_tokens - 1) / (time.perf_counter() - start))
     return rates
+
+
+def table(content: Mapping[str, Any]) -> str:
+    """The README's table of a results file: tokens/s by context and system."""
+    contexts = sorted({row["context"] for row in content["rows"]})
+    systems = list(dict.fromkeys(row["name"].split(",")[0] for row in content["rows"]))
+    by_name = {row["name"]: row["value"] for row in content["rows"]}
+    lines = ["| context | " + " | ".join(systems) + " |", "|---" * (len(systems) + 1) + "|"]
+    for context in contexts:
+        values = (by_name.get(f"{system}, {context} tokens") for system in systems)
+        lines.append(f"| {context:,} | " + " | ".join("" if v is None else f"{v:.1f}" for v in values) + " |")
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -39,6 +39,26 @@ def neutral_scores(layout: CacheLayout) -> HeadScores:
     return HeadScores(np.ones((L, H), np.float32), np.ones((L, K), np.float32), "neutral")
 
 
+def given_scores(layout: CacheLayout, scores: np.ndarray) -> HeadScores:
+    """Scores that somebody measured: [L, K], one per KV head, or [L, H], one per query head.
+
+    A KV head's threshold follows its most important query head, so that no head of a group is reused more loosely than
+    its own importance allows.
+
+    Raises:
+      ValueError: another shape, or values outside [0, 1].
+    """
+    L, H, K = layout.num_layers, layout.num_heads, layout.num_kv_heads
+    scores = np.asarray(scores, np.float32)
+    if scores.shape not in ((L, K), (L, H)):
+        raise ValueError(f"head_scores: got shape {scores.shape}, wanted {(L, K)} (KV heads) or {(L, H)} (query heads)")
+    if not np.all((scores >= 0) & (scores <= 1)):
+        raise ValueError(f"head_scores: got values in [{scores.min()}, {scores.max()}], wanted [0, 1]")
+    if scores.shape == (L, K):
+        return HeadScores(np.repeat(scores, layout.group, axis=1), scores, "given")
+    return HeadScores(scores, scores.reshape(L, K, layout.group).max(axis=2), "given")
+
+
 @dataclasses.dataclass(frozen=True)
 class CloPolicy:
     """The policy for one layout, configuration and engine (its handle)."""

@@ -1,5 +1,7 @@
 """Converted tiny models, made once."""
 
+import gc
+
 import pytest
 
 from clo_jax import checkpoints
@@ -17,3 +19,10 @@ def source(tmp_path_factory):
 def checkpoint(source, tmp_path_factory):
     """The same, converted. Not to be written to."""
     return checkpoints.convert(source, tmp_path_factory.mktemp("converted") / "tiny").path
+
+
+@pytest.fixture(autouse=True)
+def collected():
+    """What a test leaves to the garbage collector warns in that test and in no later one."""
+    yield
+    gc.collect()

@@ -195,19 +195,19 @@ def test_killed_conversions_never_load_and_can_be_repeated(tmp_path):
     target = tmp_path / "target"
     target.mkdir()
     start = time.monotonic()
-    assert _start(source, target / "whole").wait() == 0
+    with _start(source, target / "whole") as process:
+        assert process.wait() == 0
     whole = time.monotonic() - start
     wanted = checkpoints.load_checkpoint(target / "whole")[1]
     shutil.rmtree(target / "whole")
     rng, killed = np.random.default_rng(0), 0
     for _ in range(20):
-        process = _start(source, target / "out")
-        try:
-            process.wait(rng.uniform(0, whole))
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-            killed += process.wait() == -signal.SIGKILL
-        process.stdout.close()
+        with _start(source, target / "out") as process:
+            try:
+                process.wait(rng.uniform(0, whole))
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGKILL)
+                killed += process.wait() == -signal.SIGKILL
         assert {path.name for path in target.iterdir()} <= {"out", ".out.partial"}
         if (target / "out").exists():
             jax.tree.map(np.testing.assert_array_equal, checkpoints.load_checkpoint(target / "out")[1], wanted)

@@ -1,6 +1,8 @@
 """The CLO policy on tiny models: equals full attention at full sparsity, offload changes no token, counts add up."""
 
 import dataclasses
+import os
+import signal
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from clo_jax import generate as gen
 from clo_jax.config import CloConfig
 from clo_jax.policies.clo import HeadScores, take_tail
+from clo_jax.session import Request, Session
 from tests import tiny
 
 SMALL = CloConfig(sparsity=0.1, hash_bits=64, sink_tokens=4, recent_tokens=16, flush_tokens=8)
@@ -71,13 +74,14 @@ def test_offload_changes_no_token(llama, changes):
     assert moved.tokens == stayed.tokens
 
 
-@pytest.mark.slow
-def test_offload_changes_no_token_over_two_thousand_steps(llama):
-    prompts = [tiny.prompt(300)]
-    with tiny.clo_policy(tiny.LLAMA, SMALL, 1, 2304, threads=3) as (policy, engine):
+@pytest.mark.parametrize("sparsity", [0.02, 0.1, 0.5, 1.0])
+def test_offload_changes_no_token_over_two_thousand_steps(llama, sparsity):
+    prompts, clo = [tiny.prompt(300)], dataclasses.replace(SMALL, sparsity=sparsity)
+    with tiny.clo_policy(tiny.LLAMA, clo, 1, 2304, threads=3) as (policy, engine):
         engine.inject_delay(500, seed=2)
         moved = tiny.run(tiny.LLAMA, llama, policy, engine, prompts, 2000)
-    with tiny.clo_policy(tiny.LLAMA, SMALL, 1, 2304, kv_offload=False) as (policy, engine):
+        assert engine.counters().rows_moved == engine.counters().rows_posted > 0
+    with tiny.clo_policy(tiny.LLAMA, clo, 1, 2304, kv_offload=False) as (policy, engine):
         stayed = tiny.run(tiny.LLAMA, llama, policy, engine, prompts, 2000)
     assert len(moved.tokens[0]) == 2000 and moved.tokens == stayed.tokens
 
@@ -143,6 +147,23 @@ def test_decode_keeps_every_call_and_holds_no_cache_sized_temporary(llama):
     assert analysis.temp_size_in_bytes < smallest_cache
     cache = sum(x.nbytes for layer in state.layers for x in layer.values() if x.size)
     assert analysis.alias_size_in_bytes >= cache
+
+
+def test_ctrl_c_during_prefill_stops_after_the_layer(llama):
+    seen = []
+
+    def press(layer):
+        seen.append(layer)
+        if layer == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with tiny.clo_policy(tiny.LLAMA, SMALL, 1, 512) as (policy, engine):
+        request = Request([tiny.prompt(100)], [8], [], None)
+        args = (tiny.LLAMA, llama, policy, policy.tables(), engine, request, 4)
+        with pytest.raises(KeyboardInterrupt):
+            next(iter(Session(*args, on_layer=press)))
+        assert seen == [0, 1]
+        assert [len(new[0]) for new in Session(*args)] == [1, 4, 3]
 
 
 def test_take_tail_places_every_token_that_attention_reads():

@@ -1,0 +1,75 @@
+"""Results files: one schema, verdicts that follow from figures, and a README that says what they say."""
+
+import json
+import pathlib
+
+import pytest
+
+from clo_jax.bench import decode, report
+
+ROOT = pathlib.Path(__file__).parents[2]
+FILES = sorted(report.RESULTS.glob("*.json"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_results_file_is_valid(path):
+    report.validate(json.loads(path.read_text()))
+
+
+def test_readme_holds_the_measured_table():
+    content = json.loads((report.RESULTS / "cpu-decode.json").read_text())
+    readme = (ROOT / "README.md").read_text()
+    assert decode.table(content) in readme
+    assert content["commit"] in readme and content["hardware"]["cpu"] in readme
+
+
+def row(**changes):
+    base = dict(name="pull", value=51.2, unit="GB/s", control_name="memcpy", control=55.3, goal=">= 0.90")
+    return report.Row(**{**base, **changes})
+
+
+def test_goals_speak_of_ratio_or_value():
+    assert row().to_dict()["met"] and not row(value=49.0).to_dict()["met"]
+    assert row(goal="<= 60 GB/s").to_dict()["met"] and not row(goal="<= 50 GB/s").to_dict()["met"]
+    assert "met" not in row(goal=None).to_dict()
+    assert row(goal="== 51.2 GB/s").to_dict()["met"] and row(goal="> 51 GB/s").to_dict()["met"]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"goal": "fast"}, "got 'fast'"),
+        ({"goal": "<= 18 us"}, "got unit 'us', wanted 'GB/s'"),
+        ({"control": None}, "speaks of a ratio"),
+    ],
+)
+def test_goals_that_cannot_be_judged_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        row(**changes).to_dict()
+
+
+def test_written_files_hold_what_a_reader_needs(tmp_path):
+    path = tmp_path / "sub" / "cpu-x.json"
+    content = report.write(path, "x", {"a": 1}, [row(more={"batch": 4})])
+    assert json.loads(path.read_text()) == content
+    assert content["rows"][0]["batch"] == 4 and content["rows"][0]["ratio"] == pytest.approx(51.2 / 55.3)
+    assert {"cpu", "cores", "memory_gib"} <= set(content["hardware"]) and "jax" in content["versions"]
+    assert "| pull | 51.2 GB/s | 55.3 (memcpy) | 0.926 | >= 0.90 (met) |" in report.markdown(content)
+
+
+@pytest.mark.parametrize(
+    "break_it, message",
+    [
+        (lambda c: c.pop("commit"), "commit"),
+        (lambda c: c.update(schema_version=2), "schema_version: got 2"),
+        (lambda c: c.update(rows=[]), "rows: got none"),
+        (lambda c: c["rows"][0].update(ratio=1.0), "is not value / control"),
+        (lambda c: c["rows"][0].update(met=False), "does not follow"),
+        (lambda c: c["rows"][0].pop("unit"), "wanted name, value and unit"),
+    ],
+)
+def test_figures_that_were_typed_are_noticed(tmp_path, break_it, message):
+    content = report.write(tmp_path / "x.json", "x", {}, [row()])
+    break_it(content)
+    with pytest.raises(ValueError, match=message):
+        report.validate(content)
