@@ -113,8 +113,6 @@ class Session:
             state = begin_jitted(layers, shared, logits, lengths, request.sampling, limits)
             del layers, shared
             first, done = np.asarray(state.token), np.asarray(state.done)
-            if self._engine is not None:
-                self._engine.end()
         self._times["ttft"] = time.perf_counter() - start - compiling.seconds()
         self._times["compile"] = compiling.seconds()
         if self._engine is not None:

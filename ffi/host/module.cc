@@ -78,6 +78,12 @@ int64_t prefetch_workspace([[maybe_unused]] int64_t engine, [[maybe_unused]] int
   p.select.max_tokens = p.view.max_tokens;
   p.select.retriever = static_cast<clo::Retriever>(retriever);
   return static_cast<int64_t>(clo::cuda::prefetch_workspace_bytes(p));
+#else
+  return 0;
+#endif
+}
+
+// The same for clo_attend.
 int64_t attend_workspace([[maybe_unused]] int64_t batch, [[maybe_unused]] int64_t offloaded,
                          [[maybe_unused]] int64_t resident, [[maybe_unused]] int64_t group,
                          [[maybe_unused]] int64_t head_dim, [[maybe_unused]] int64_t bits) {
