@@ -18,7 +18,13 @@ import numpy as np
 from clo_jax.cache.layout import CacheLayout
 from clo_jax.config import CloConfig, ModelConfig
 from clo_jax.generate import (
-    JITTED, DecodeState, Limits, begin_jitted, bucket_length, decode_chunk_jitted, prefill,
+    JITTED,
+    DecodeState,
+    Limits,
+    begin_jitted,
+    bucket_length,
+    decode_chunk_jitted,
+    prefill,
 )  # fmt: skip
 from clo_jax.interrupt import deferred_interrupt
 from clo_jax.policies.base import Policy

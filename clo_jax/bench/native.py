@@ -1,7 +1,7 @@
 """Makes a results file of what a native benchmark printed: `python -m clo_jax.bench.native LOG WHAT FILE`.
 
-The log has one tab-separated line a figure: name, value, unit, name of the control, control, goal; "-" where there is no
-control or no goal. Anything else in it is an error: a benchmark that complains has not measured.
+The log has one tab-separated line a figure: name, value, unit, name of the control, control, goal; "-" where there is
+no control or no goal. Anything else in it is an error: a benchmark that complains has not measured.
 """
 
 import os

@@ -61,8 +61,8 @@ class Engine:
       num_slots: slots C of each head in the selected-rows buffer.
       head_dim: D.
       dtype: float32 or bfloat16, of rows.
-      backend: who moves the rows (clo_jax.transfer.backends lists them). "auto" is "pull" when JAX runs on a GPU and this
-        build has it, else "host". "pull" serves programs on the GPU, "host" programs on the CPU.
+      backend: who moves the rows (clo_jax.transfer.backends lists them). "auto" is "pull" when JAX runs on a GPU and
+        this build has it, else "host". "pull" serves programs on the GPU, "host" programs on the CPU.
       threads: transfer threads; None for half of the cores, at most 4.
       kv_offload: False keeps rows where they are: attention reads them through the slot table, and nothing moves.
       timeout_s: bound in seconds of every wait for rows.
