@@ -13,7 +13,7 @@ PYTHON=${PYTHON:-python3}
 JOBS=${JOBS:-$(nproc)}
 # Kernels that are loaded on their first launch wait for those that run.
 export CUDA_MODULE_LOADING=EAGER
-export JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_MEM_FRACTION=.5 JAX_DEFAULT_MATMUL_PRECISION=highest
+export JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_MEM_FRACTION=${MEM_FRACTION:-.06} JAX_DEFAULT_MATMUL_PRECISION=highest
 PARTS=${*:-native sanitizer bench python}
 SUMMARY=()
 
@@ -55,10 +55,14 @@ if has sanitizer; then
   done
 fi
 if has python; then
+  # Several processes share the GPU where pytest-xdist is there; compiling is most of the time.
+  workers=()
+  "$PYTHON" -c 'import xdist' 2>"$OUT/xdist.log" && workers=(-n "${WORKERS:-6}" -p no:benchmark)
   step python-build 240 "$PYTHON" -m pip install -q --no-build-isolation --no-deps -e . -C cmake.define.CLO_ENABLE_CUDA=ON
-  for suite in ${SUITES:-tests/ops tests/policies/test_clo.py tests/test_generate.py}; do
+  for suite in ${SUITES:-tests/transfer/test_pull.py tests/policies/test_clo.py tests/test_generate.py tests/ops}; do
     step "$(echo "$suite" | tr '/' '-' | sed 's/\.py$//')" "${SUITE_LIMIT:-180}" \
-      "$PYTHON" -m pytest -q -x --no-header -p no:cacheprovider --timeout 100 "$suite"
+      "$PYTHON" -m pytest -q --no-header -p no:cacheprovider --tb=short --timeout 100 "${workers[@]}" \
+      -m "not slow and not live" "$suite"
   done
 fi
 if has bench; then
@@ -72,6 +76,9 @@ if has bench; then
       cat "$OUT/$name.log"
     fi
   done
+  XLA_PYTHON_CLIENT_MEM_FRACTION=.6 JAX_DEFAULT_MATMUL_PRECISION=default \
+    step bench_decode "${DECODE_LIMIT:-200}" "$PYTHON" -m clo_jax.bench.gpu_decode --out "$OUT/h200-decode.json" && \
+    cat "$OUT/bench_decode.log"
 fi
 echo
 printf '%s\n' "${SUMMARY[@]}"

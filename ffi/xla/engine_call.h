@@ -90,7 +90,9 @@ inline ffi::Error find_device_layer(const std::string& op, int64_t handle, ffi::
     if (v.batch == batch && v.kv_heads == kv_heads && v.head_dim == head_dim && v.dtype == dtype)
       return ffi::Error::Success();
   }
-  return invalid(op, "the call has " + geometry(batch, kv_heads, head_dim, dtype) + ", and no layer of the engine has");
+  const LayerView& v = out->view;
+  return invalid(op, "the call has " + geometry(batch, kv_heads, head_dim, dtype) + ", the engine's last layer " +
+                         geometry(v.batch, v.kv_heads, v.head_dim, v.dtype) + ", and no other fits");
 }
 #endif
 

@@ -144,7 +144,9 @@ def test_decode_keeps_every_call_and_holds_no_cache_sized_temporary(llama):
     assert calls == {"attend": 3, "prefetch": 2, "offload": 2}
     analysis = compiled.memory_analysis()
     smallest_cache = min(state.layers[2]["codes"].nbytes, state.layers[0]["resident"].nbytes)
-    assert analysis.temp_size_in_bytes < smallest_cache
+    # On a GPU each call has scratch of its own beside its results.
+    scratch = sum(int(n) for n in re.findall(r"u8\[(\d+)\]", " ".join(re.findall(r"= \(.*custom-call\(", text))))
+    assert analysis.temp_size_in_bytes - scratch < smallest_cache
     cache = sum(x.nbytes for layer in state.layers for x in layer.values() if x.size)
     assert analysis.alias_size_in_bytes >= cache
 
