@@ -41,6 +41,7 @@ struct Layout {
 template <class Tile>
 __device__ void write_fragment(const AttendArgs& a, size_t slot, const float* acc, const float2* state, int tid) {
   constexpr int D = Tile::kDim, W = Tile::kWarps, kVectors = D / 4;
+#pragma unroll 1
   for (int v = tid; v < a.group * kVectors; v += W * 32) {
     const int q = v / kVectors, d = v % kVectors * 4;
     float max = -INFINITY, sum = 0;
@@ -69,7 +70,7 @@ template <class Tile>
 __global__ void __launch_bounds__((Tile::kWarps + 1) * 32, 1) read_rows(const __grid_constant__ AttendArgs a) {
   using T = typename Tile::Element;
   constexpr int W = Tile::kWarps, D = Tile::kDim;
-  extern __shared__ __align__(16) unsigned char shared[];
+  extern __shared__ __align__(128) unsigned char shared[];
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
   launch_dependents();
   if (warp == W) {
@@ -80,31 +81,38 @@ __global__ void __launch_bounds__((Tile::kWarps + 1) * 32, 1) read_rows(const __
 
   const Layout<Tile> layout(a.group, a.batch * a.kv_heads());
   const LayerView* view = a.offloaded > 0 ? a.view() : nullptr;
+  const char* selected = view == nullptr ? nullptr : static_cast<const char*>(view->selected_rows);
   auto* rows = reinterpret_cast<HeadRows*>(shared + layout.rows);
   auto* before = reinterpret_cast<int*>(shared + layout.before);
   const Plan plan = {before, before + a.heads(0) + 1, rows, rows + a.heads(0)};
   if (warp == 0) make_plan<Tile::kUnitRows>(a, view == nullptr ? nullptr : view->slot_counts, plan, lane);
+  __shared__ bool ready;
+  if (tid == 32)
+    ready = a.engine.flags == nullptr || (view != nullptr && ready_now(a.engine.flags + a.engine.layer.index[0]));
   barrier(1, W * 32);
   const int places[2] = {place_in_line(0, blockIdx.x, a.blocks), place_in_line(1, blockIdx.x, a.blocks)};
   const Share first = share_of(plan.before(0), a.heads(0), places[0], a.blocks, W, lane);
   const Share second = share_of(plan.before(1), a.heads(1), places[1], a.blocks, W, lane);
-  RowReader<Tile> reader(a, plan, view, first, second, warp, lane,
+  RowReader<Tile> reader(a, plan, view, selected, ready, first, second, warp, lane,
                          shared_address(shared) + warp * Tile::kStages * Layout<Tile>::kStage,
                          reinterpret_cast<int*>(shared + layout.filled) + warp * Tile::kStages);
-#pragma unroll
+#pragma unroll 1
   for (int s = 0; s < Tile::kStages; ++s) reader.issue(s);
 
   Tile tile(a.group, a.scale_log2, lane,
             reinterpret_cast<float*>(shared + layout.scratch + warp * Tile::kScratchBytes));
   int slot = 0, next = warp, parity = 0;
+#pragma unroll 1  // of all loops that hold much code: what a block must fetch first is what it waits for
   for (int line = 0; line < 2; ++line) {
     const Share share = line == 0 ? first : second;
     const int* const starts = plan.before(line);
     const int end = share.begin + share.count, done = line == 0 ? 0 : first.count;
+#pragma unroll 1
     for (int head = share.head; share.count > 0 && head < a.heads(line) && starts[head] < end; ++head) {
       if (starts[head] == starts[head + 1]) continue;
       const int last = done + min(end, starts[head + 1]) - share.begin;
       tile.begin(static_cast<const T*>(a.query) + static_cast<size_t>(a.kv_head(line, head)) * a.group * D);
+#pragma unroll 1
       for (; next < last; next += W) {
         wait_copies<Tile::kStages - 1>();
         __syncwarp();

@@ -15,6 +15,7 @@ template <typename T, int D>
 __device__ void append_rows(const AttendArgs& a, int block, int lane) {
   constexpr int kHalf = D * sizeof(T), kChunks = kHalf / 16;
   const int heads = a.batch * a.kv_heads();
+#pragma unroll 1
   for (int i = block; i < heads; i += a.blocks) {
     const int b = i / a.kv_heads(), h = i % a.kv_heads(), p = a.position[b];
     if (!a.valid(b)) continue;
@@ -28,6 +29,7 @@ __device__ void append_rows(const AttendArgs& a, int block, int lane) {
     }
     const uint4* key = static_cast<const uint4*>(a.key) + static_cast<size_t>(i) * kChunks;
     const uint4* value = static_cast<const uint4*>(a.value) + static_cast<size_t>(i) * kChunks;
+#pragma unroll 2
     for (int c = lane; c < 2 * kChunks; c += 32)
       reinterpret_cast<uint4*>(row)[c] = c < kChunks ? key[c] : value[c - kChunks];
   }
@@ -37,7 +39,9 @@ __device__ void append_rows(const AttendArgs& a, int block, int lane) {
 // CPU. The factor needs the magnitudes of all bits; the merging kernel makes it.
 template <typename T, int D>
 __device__ void append_codes(const AttendArgs& a, int block, int lane) {
+  constexpr int kPart = D % 32 == 0 ? 32 : 16;
   const int tasks = a.batch * a.offloaded * a.words, bits = a.words * 32;
+#pragma unroll 1
   for (int task = block; task < tasks; task += a.blocks) {
     const int head = task / a.words, word = task % a.words, b = head / a.offloaded, h = head % a.offloaded;
     if (!a.valid(b)) continue;
@@ -45,15 +49,14 @@ __device__ void append_codes(const AttendArgs& a, int block, int lane) {
     const float* mean = a.mean + static_cast<size_t>(head) * D;
     const float* weights = a.weights + static_cast<size_t>(h) * D * bits + word * 32 + lane;
     float projection = 0;
+#pragma unroll 1  // the code of this loop is fetched beside that of the warps that attend
+    for (int first = 0; first < D; first += kPart) {
+      const float x = lane < kPart ? as_float(key[first + lane]) - mean[first + lane] : 0.0f;
+      float w[kPart];
 #pragma unroll
-    for (int first = 0; first < D; first += 32) {
-      const bool mine = first + lane < D;
-      const float x = mine ? as_float(key[first + lane]) - mean[first + lane] : 0.0f;
+      for (int i = 0; i < kPart; ++i) w[i] = __ldg(weights + (first + i) * bits);
 #pragma unroll
-      for (int i = 0; i < 32; ++i) {
-        if (first + i < D)
-          projection = fmaf(__shfl_sync(~0u, x, i), __ldg(weights + static_cast<size_t>(first + i) * bits), projection);
-      }
+      for (int i = 0; i < kPart; ++i) projection = fmaf(__shfl_sync(~0u, x, i), w[i], projection);
     }
     const unsigned code = __ballot_sync(~0u, projection > 0);
     float magnitude = fabsf(projection);

@@ -12,9 +12,13 @@ class FmaTile {
  public:
   using Element = float;
   static constexpr int kDim = D, kUnitRows = 8, kRowBytes = 8 * D;
-  static constexpr int kStride = kRowBytes + 64;  // chunks of two neighbouring rows are in different banks
+  static constexpr int kStride = kRowBytes;
   static constexpr int kWarps = D > 128 ? 4 : 8, kStages = D > 96 ? 2 : D > 64 ? 3 : 4;
   static constexpr int kScratchBytes = kUnitRows * 8 * 4;
+  static_assert(kStride % 128 == 0, "rows begin at the first bank");
+
+  // Chunk c of a row is kept at c ^ swizzle(row): four chunks of two neighbouring rows are in different banks.
+  __device__ static int swizzle(int row) { return (row & 1) << 2; }
 
   __device__ FmaTile(int group, float scale_log2, int lane, float* scratch)
       : group_(group), scale_(scale_log2), lane_(lane), row_(lane >> 2), part_(lane & 3), weights_(scratch) {}
@@ -35,7 +39,7 @@ class FmaTile {
 #pragma unroll 4
     for (int i = 0; i < D / 16; ++i) {
       const int chunk = 4 * i + part_;
-      const float4 k = load(stage + row_ * kStride + chunk * 16);
+      const float4 k = load(stage + row_ * kStride + ((chunk ^ swizzle(row_)) << 4));
 #pragma unroll
       for (int g = 0; g < 8; ++g) {
         if (g < group_) {
@@ -77,7 +81,7 @@ class FmaTile {
       if (chunk < D / 4) {
 #pragma unroll
         for (int r = 0; r < kUnitRows; ++r) {
-          const float4 v = load(stage + r * kStride + kRowBytes / 2 + chunk * 16);
+          const float4 v = load(stage + r * kStride + (((D / 4 + chunk) ^ swizzle(r)) << 4));
 #pragma unroll
           for (int g = 0; g < 8; ++g) {
             if (g < group_) {

@@ -12,22 +12,27 @@ constexpr int kMergeThreads = 256;
 
 // A partial result of four dimensions, in registers.
 struct Partial {
-  float max = -INFINITY, sum = 0;
+  float2 state = make_float2(-INFINITY, 0);  // max, sum
   float4 acc = make_float4(0, 0, 0, 0);
-
-  // Equal maxima have weight 1, which also covers two empty states.
-  __device__ void fold(float2 state, float4 other) {
-    const float top = fmaxf(max, state.x);
-    const float mine = max == top ? 1.0f : power_of_two(max - top);
-    const float its = state.x == top ? 1.0f : power_of_two(state.x - top);
-    max = top;
-    sum = sum * mine + state.y * its;
-    acc.x = acc.x * mine + other.x * its;
-    acc.y = acc.y * mine + other.y * its;
-    acc.z = acc.z * mine + other.z * its;
-    acc.w = acc.w * mine + other.w * its;
-  }
 };
+
+// Merges N of them. Equal maxima have weight 1, which also covers empty states.
+template <int N>
+__device__ Partial merged(const Partial (&parts)[N]) {
+  Partial total;
+#pragma unroll
+  for (int j = 0; j < N; ++j) total.state.x = fmaxf(total.state.x, parts[j].state.x);
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    const float w = parts[j].state.x == total.state.x ? 1.0f : power_of_two(parts[j].state.x - total.state.x);
+    total.state.y += parts[j].state.y * w;
+    total.acc.x += parts[j].acc.x * w;
+    total.acc.y += parts[j].acc.y * w;
+    total.acc.z += parts[j].acc.z * w;
+    total.acc.w += parts[j].acc.w * w;
+  }
+  return total;
+}
 
 __device__ inline void store(float* out, float4 x) { *reinterpret_cast<float4*>(out) = x; }
 __device__ inline void store(__nv_bfloat16* out, float4 x) {
@@ -39,6 +44,7 @@ __device__ float squared_distance(const AttendArgs& a, int b, int h, int lane) {
   const T* key = static_cast<const T*>(a.key) + (static_cast<size_t>(b) * a.kv_heads() + h) * D;
   const float* mean = a.mean + static_cast<size_t>(b * a.offloaded + h) * D;
   float squares = 0;
+#pragma unroll
   for (int d = lane; d < D; d += 32) {
     const float x = as_float(key[d]) - mean[d];
     squares += x * x;
@@ -51,6 +57,7 @@ __device__ float squared_distance(const AttendArgs& a, int b, int h, int lane) {
 __device__ inline void append_factor(const AttendArgs& a, int b, int h, float squares, int lane) {
   const int head = b * a.offloaded + h;
   float magnitudes = 0;
+#pragma unroll 1
   for (int w = lane; w < a.words; w += 32) magnitudes += __ldcg(a.magnitudes + static_cast<size_t>(head) * a.words + w);
 #pragma unroll
   for (int o = 16; o > 0; o >>= 1) magnitudes += __shfl_xor_sync(~0u, magnitudes, o);
@@ -73,6 +80,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_fragments(const __grid_co
   if (tid < 32) {
     const int32_t* slot_counts = line == 1 ? a.view()->slot_counts : nullptr;
     int before = 0, units = 0, own = 0;
+#pragma unroll 1
     for (int j = lane; j < a.heads(line); j += 32) {
       const int n = units_of<Tile::kUnitRows>(rows_of(a, line, j, slot_counts));
       units += n;
@@ -98,40 +106,52 @@ __global__ void __launch_bounds__(kMergeThreads) merge_fragments(const __grid_co
   const float squares = factor ? squared_distance<T, D>(a, b, h, lane) : 0.0f;
   __syncthreads();
   const size_t slot = a.first_slot(line) + s_first + i;
-  wait_for_previous_kernel();
-  if (factor) append_factor(a, b, h, squares, lane);
 
   const int v = tid % kVectors, part = tid / kVectors;
-  Partial total;
-  if (part < kGroups) {
-    const float2* states = a.state + slot * a.group + g;
-    const float4* accs = reinterpret_cast<const float4*>(a.acc + (slot * a.group + g) * D) + v;
-    for (int first = part; first < s_count; first += kGroups * kBatch) {
-      float2 state[kBatch];
-      float4 acc[kBatch];
+  const float2* states = a.state + slot * a.group + g;
+  const float4* accs = reinterpret_cast<const float4*>(a.acc + (slot * a.group + g) * D) + v;
+  // The first of two passes is for nothing: while rows are still being read, it brings the code and the translations of
+  // the addresses near, which would otherwise be late when all others have ended.
+#pragma unroll 1
+  for (int pass = 0; pass < 2; ++pass) {
+    if (pass == 1) wait_for_previous_kernel();
+    Partial total;
+#pragma unroll 1
+    for (int first = part; part < kGroups && first < s_count; first += kGroups * kBatch) {
+      Partial parts[kBatch + 1];
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
         const int f = first + j * kGroups;
-        state[j] = f < s_count ? __ldcg(states + f * a.group) : make_float2(-INFINITY, 0);
-        acc[j] = f < s_count ? __ldcg(accs + static_cast<size_t>(f) * a.group * kVectors) : make_float4(0, 0, 0, 0);
+        if (f < s_count) {
+          parts[j].state = __ldcg(states + f * a.group);
+          parts[j].acc = __ldcg(accs + static_cast<size_t>(f) * a.group * kVectors);
+        }
       }
-#pragma unroll
-      for (int j = 0; j < kBatch; ++j) total.fold(state[j], acc[j]);
+      parts[kBatch] = total;
+      total = merged(parts);
     }
-    s_state[tid] = make_float2(total.max, total.sum);
-    s_acc[tid] = total.acc;
-  }
-  __syncthreads();
-  if (part == 0) {
+    if (part < kGroups) {
+      s_state[tid] = total.state;
+      s_acc[tid] = total.acc;
+    }
+    __syncthreads();
+    if (part == 0) {
+      Partial parts[kGroups];
 #pragma unroll
-    for (int j = 1; j < kGroups; ++j) total.fold(s_state[j * kVectors + v], s_acc[j * kVectors + v]);
-    float norm = total.sum == 0 ? 0.0f : 1.0f / total.sum;  // no rows: zeros
-    if (!valid) norm = NAN;
-    const float4 x = make_float4(total.acc.x * norm, total.acc.y * norm, total.acc.z * norm, total.acc.w * norm);
-    const size_t query = static_cast<size_t>(head) * a.group + g;
-    store(static_cast<T*>(a.out) + query * D + v * 4, x);
-    if (v == 0) a.lse[query] = valid ? (total.max + log2f(total.sum)) * kLn2 : NAN;
+      for (int j = 0; j < kGroups; ++j) parts[j] = {s_state[j * kVectors + v], s_acc[j * kVectors + v]};
+      total = merged(parts);
+      float norm = total.state.y == 0 ? 0.0f : 1.0f / total.state.y;  // no rows: zeros
+      if (!valid) norm = NAN;
+      const float4 x = make_float4(total.acc.x * norm, total.acc.y * norm, total.acc.z * norm, total.acc.w * norm);
+      const size_t query = static_cast<size_t>(head) * a.group + g;
+      if (pass == 1) {
+        store(static_cast<T*>(a.out) + query * D + v * 4, x);
+        if (v == 0) a.lse[query] = valid ? (total.state.x + log2f(total.state.y)) * kLn2 : NAN;
+      }
+    }
+    if (pass == 0) __syncthreads();
   }
+  if (factor) append_factor(a, b, h, squares, lane);
 }
 
 }  // namespace clo::cuda

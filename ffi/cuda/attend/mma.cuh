@@ -15,14 +15,17 @@ class MmaTile {
  public:
   using Element = __nv_bfloat16;
   static constexpr int kDim = D, kUnitRows = 16, kRowBytes = 4 * D;
-  static constexpr int kStride = kRowBytes + 16;  // an odd number of chunks: 8 rows of one column are in 8 banks
+  static constexpr int kStride = (kRowBytes + 127) / 128 * 128;
   static constexpr int kWarps = D > 128 ? 4 : 8, kStages = D > 96 ? 2 : D > 64 ? 3 : 4;
   static constexpr int kScratchBytes = 0;
 
+  // Chunk c of a row is kept at c ^ swizzle(row): 8 rows of one column are in different banks.
+  __device__ static int swizzle(int row) { return row & 7; }
+
   __device__ MmaTile(int group, float scale_log2, int lane, float*)
       : group_(group), scale_(scale_log2), g_(lane >> 2), t_(lane & 3),
-        keys_((lane & 15) * kStride + (lane >> 4) * 16),
-        values_(((lane & 7) + ((lane >> 4) << 3)) * kStride + ((lane >> 3) & 1) * 16 + kRowBytes / 2) {}
+        keys_((lane & 15) * kStride + (((lane >> 4) ^ swizzle(lane)) << 4)),
+        values_(((lane & 7) + ((lane >> 4) << 3)) * kStride + ((((lane >> 3) & 1) ^ swizzle(lane)) << 4)) {}
 
   // Begins a head: its queries [G, D].
   __device__ void begin(const Element* query) {
@@ -47,7 +50,7 @@ class MmaTile {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       uint32_t a[4];
-      load_matrix(a, stage + keys_ + k * 32);
+      load_matrix(a, column(stage + keys_, k * 32));
       multiply(s[k & 1], a, query_[k][0], query_[k][1]);
     }
     float x0 = (s[0][0] + s[1][0]) * scale_, x1 = (s[0][1] + s[1][1]) * scale_;
@@ -88,7 +91,7 @@ class MmaTile {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       uint32_t a[4];
-      load_matrix_transposed(a, stage + values_ + k * 32);
+      load_matrix_transposed(a, column(stage + values_, kRowBytes / 2 + k * 32));
       multiply(acc_[k], a, b0, b1);
     }
   }
@@ -119,6 +122,9 @@ class MmaTile {
 
  private:
   static constexpr int kSteps = D / 16;
+
+  // A lane's address moved by an even number of chunks, in rows that begin at multiples of 128 bytes.
+  __device__ static uint32_t column(uint32_t address, int bytes) { return (address ^ (bytes & 127)) + (bytes & ~127); }
 
   const int group_;
   const float scale_;

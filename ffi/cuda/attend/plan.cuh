@@ -113,9 +113,11 @@ struct Share {
 // By one warp.
 template <int UnitRows>
 __device__ void make_plan(const AttendArgs& a, const int32_t* slot_counts, const Plan& plan, int lane) {
+#pragma unroll 1
   for (int line = 0; line < 2; ++line) {
     const int heads = a.heads(line);
     int total = 0;
+#pragma unroll 1
     for (int first = 0; first < heads; first += 32) {
       const int i = first + lane;
       const HeadRows rows = i < heads ? rows_of(a, line, i, slot_counts) : HeadRows{0, 0};
@@ -141,6 +143,7 @@ __device__ inline Share share_of(const int* before, int heads, int place, int gr
   const Split split(before[heads], grid, warps);
   Share share = {split.begin(place), 0, 0};
   share.count = split.begin(place + 1) - share.begin;
+#pragma unroll 1
   for (int first = 0; share.count > 0 && first < heads; first += 32) {
     const int i = first + lane;
     const unsigned here = __ballot_sync(~0u, i < heads && before[i] <= share.begin && share.begin < before[i + 1]);
