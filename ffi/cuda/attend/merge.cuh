@@ -5,6 +5,7 @@
 #include "cuda/attend/append.cuh"
 #include "cuda/attend/plan.cuh"
 #include "cuda/attend/ptx.cuh"
+#include "cuda/flags.cuh"
 
 namespace clo::cuda {
 
@@ -152,6 +153,8 @@ __global__ void __launch_bounds__(kMergeThreads) merge_fragments(const __grid_co
     if (pass == 0) __syncthreads();
   }
   if (factor) append_factor(a, b, h, squares, lane);
+  if (!valid && tid == 0 && a.engine.error != nullptr)
+    fail(a.engine.error, Failure::kBadOperand, a.engine.layer.index == nullptr ? 0 : *a.engine.layer.index, 0);
 }
 
 }  // namespace clo::cuda

@@ -50,7 +50,8 @@ struct AttendArgs {
                      : i / offloaded * kv_heads() + i % offloaded;
   }
 
-  // Positions are data that nobody has checked: those that lead outside of the buffers make a sequence's results NaN.
+  // Positions are data that nobody has checked. Those that lead outside of the buffers make a sequence's results NaN, and
+  // are told in the error word when there is one.
   __device__ bool valid(int b) const {
     const int p = position[b], f = flushed[b];
     if (p < 0 || p >= max_tokens) return false;

@@ -445,6 +445,7 @@ void test_a_position_out_of_range_gives_nan_and_writes_nothing() {
     const int64_t heads = 5 * s.G;
     for (int64_t i = 0; i < 3 * heads; ++i) CHECK(std::isnan(lse[i]) == (i / heads == 1));
     CHECK(problem.unchanged(1) && !problem.unchanged(0));
+    CHECK(clo::cuda::error_failure(problem.error()) == clo::cuda::Failure::kBadOperand);
   }
 }
 
@@ -491,7 +492,7 @@ void test_a_transfer_that_never_comes_ends_in_the_error_word() {
   CLO_CUDA_CHECK(cudaDeviceSynchronize());
   problem.launch(true, 3'000'000);
   problem.finish();
-  CHECK(problem.error() != 0);
+  CHECK(clo::cuda::error_failure(problem.error()) == clo::cuda::Failure::kNotDelivered);
 }
 
 // As XLA runs it: captured, inside of another graph, more than once.
