@@ -141,6 +141,10 @@ cudaError_t launch(const AttendArgs& args, cudaStream_t stream) {
   const size_t bytes = Layout<Tile>(args.group, heads).total;
   CLO_CUDA_RETURN(cudaFuncSetAttribute(read_rows<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        static_cast<int>(bytes)));
+  // Merging blocks come to the multiprocessors beside those that read, if these leave them some shared memory.
+  for (const auto kernel : {read_rows<Tile>, merge_fragments<Tile>})
+    CLO_CUDA_RETURN(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                         cudaSharedmemCarveoutMaxShared));
   read_rows<Tile><<<args.blocks, (Tile::kWarps + 1) * 32, bytes, stream>>>(args);
   CLO_CUDA_RETURN(cudaGetLastError());
   cudaLaunchAttribute early{};

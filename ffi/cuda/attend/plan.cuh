@@ -85,7 +85,7 @@ struct Split {
 
   __device__ Split(int units_, int grid, int warps) : units(units_), blocks(min(grid, (units_ + warps - 1) / warps)) {
     each = blocks > 0 ? units / blocks : 0;
-    extra = blocks > 0 ? units % blocks : 0;
+    extra = units - each * blocks;
   }
   __device__ int begin(int block) const { return block < blocks ? block * each + min(block, extra) : units; }
   __device__ int owner(int unit) const {
@@ -141,6 +141,7 @@ __device__ void make_plan(const AttendArgs& a, const int32_t* slot_counts, const
 
 // The share of the block at that place in the line, by one warp.
 __device__ inline Share share_of(const int* before, int heads, int place, int grid, int warps, int lane) {
+  if (before[heads] == 0) return {0, 0, 0};
   const Split split(before[heads], grid, warps);
   Share share = {split.begin(place), 0, 0};
   share.count = split.begin(place + 1) - share.begin;
