@@ -519,9 +519,9 @@ void test_replays_inside_of_another_graph() {
 
 }  // namespace
 
-// With --small: a few small cases, for the sanitizers, which serialise kernels that wait for each other.
+// With "small": a few small cases, for the sanitizers, which serialise kernels that wait for each other.
 int main(int argc, char** argv) {
-  if (argc > 1 && std::string(argv[1]) == "--small") {
+  if (argc > 1 && std::string(argv[1]) == "small") {
     for (const DType dtype : {DType::kF32, DType::kBF16})
       for (const int64_t D : {80, 128, 256}) {
         Shape s = mixed(D == 80 ? 5 : 4, D, dtype);
