@@ -18,7 +18,7 @@ namespace clo::cuda {
 constexpr int kStep = 64;         // keys that a warp scores at a time
 constexpr int kPlanes = 4;
 constexpr int kMaxGroup = 8;
-constexpr int kStageFloats = 16384;  // weights that are staged at a time; there are two stages
+constexpr int kStageFloats = 16384;  // weights that are staged at a time
 
 struct GroupFacts {
   float slopes[kMaxGroup], offsets[kMaxGroup];
@@ -32,18 +32,12 @@ struct GroupQuery {
   float* query;       // [D][4·kSets] zero beyond G
   uint32_t* planes;   // [queries][kPlanes][words]; hata: one query
   float* projection;  // [4·kSets][R], only while preparing
-  float* stages;      // [2][kStageFloats] staged weights, only while preparing
+  float* stage;       // [kStageFloats] weights, only while preparing
   GroupFacts* facts;
 };
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
-__device__ __forceinline__ uint2 load_stream(const uint2* p) {
-  uint2 v;
-  asm volatile("ld.global.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
-  return v;
 }
 
 __device__ __forceinline__ void multiply(int (&d)[4], const uint32_t (&a)[4], uint2 b) {
@@ -52,44 +46,42 @@ __device__ __forceinline__ void multiply(int (&d)[4], const uint32_t (&a)[4], ui
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
 }
 
-// q·W for the whole group, each a chain of multiply-adds in the order of d as in the CPU kernel: signs agree to the bit.
+// Columns [begin, begin + columns) of q·W for the whole group, to out [4·kSets][R]; each is a chain of multiply-adds in the
+// order of d as in the CPU kernel: signs agree to the bit. `weights` is [D][R]; columns is a multiple of 4.
 template <int kSets>
-__device__ void project(const SelectTopkParams& p, const float* weights, const GroupQuery& s) {
-  constexpr int kQueries = 4 * kSets, kMine = kQueries / 2;
-  const int D = static_cast<int>(p.head_dim), R = static_cast<int>(p.bits), tid = threadIdx.x;
-  const int rows = min(D, kStageFloats / R), stages = (D + rows - 1) / rows;
-  const auto fetch = [&](int stage) {
-    const int first = stage * rows, floats = (min(D, first + rows) - first) * R;
-    const float* from = weights + static_cast<int64_t>(first) * R;
-    const uint32_t to = shared_address(s.stages + stage % 2 * kStageFloats);
-    for (int i = tid * 4; i < floats; i += kThreads * 4)
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i * 4), "l"(from + i) : "memory");
-    asm volatile("cp.async.commit_group;" ::: "memory");
-  };
-  fetch(0);
+__device__ void project(const float* weights, int D, int R, int begin, int columns, const GroupQuery& s, float* out) {
+  constexpr int kQueries = 4 * kSets;
+  const int tid = threadIdx.x, rows = min(D, kStageFloats / columns), stages = (D + rows - 1) / rows;
+  const int pieces = columns / 4;
   for (int stage = 0; stage < stages; ++stage) {
-    if (stage + 1 < stages) {
-      fetch(stage + 1);
-      asm volatile("cp.async.wait_group 1;" ::: "memory");
-    } else {
-      asm volatile("cp.async.wait_group 0;" ::: "memory");
-    }
-    __syncthreads();
-    const float* w = s.stages + stage % 2 * kStageFloats;
     const int first = stage * rows, count = min(D, first + rows) - first;
-    for (int item = tid; item < 2 * R; item += kThreads) {
-      const int r = item % R, part = item / R * kMine;
-      float sums[kMine];
+#pragma unroll 4
+    for (int i = tid; i < count * pieces; i += kThreads)
+      reinterpret_cast<float4*>(s.stage)[i] = __ldg(reinterpret_cast<const float4*>(
+          weights + static_cast<int64_t>(first + i / pieces) * R + begin + i % pieces * 4));
+    __syncthreads();
+    for (int r = tid; r < columns; r += kThreads) {
+      float sums[kQueries];
 #pragma unroll
-      for (int g = 0; g < kMine; ++g) sums[g] = stage == 0 ? 0.0f : s.projection[(part + g) * R + r];
-#pragma unroll 8
+      for (int g = 0; g < kQueries; ++g) sums[g] = stage == 0 ? 0.0f : s.projection[g * R + begin + r];
+#pragma unroll 4
       for (int d = 0; d < count; ++d) {
-        const float weight = w[d * R + r];
+        const float weight = s.stage[d * columns + r];
+        const float4* q = reinterpret_cast<const float4*>(s.query + (first + d) * kQueries);
 #pragma unroll
-        for (int g = 0; g < kMine; ++g) sums[g] = fmaf(s.query[(first + d) * kQueries + part + g], weight, sums[g]);
+        for (int set = 0; set < kSets; ++set) {
+          const float4 four = q[set];
+          sums[4 * set] = fmaf(four.x, weight, sums[4 * set]);
+          sums[4 * set + 1] = fmaf(four.y, weight, sums[4 * set + 1]);
+          sums[4 * set + 2] = fmaf(four.z, weight, sums[4 * set + 2]);
+          sums[4 * set + 3] = fmaf(four.w, weight, sums[4 * set + 3]);
+        }
       }
 #pragma unroll
-      for (int g = 0; g < kMine; ++g) s.projection[(part + g) * R + r] = sums[g];
+      for (int g = 0; g < kQueries; ++g) {
+        if (stage + 1 < stages) s.projection[g * R + begin + r] = sums[g];
+        else out[g * R + begin + r] = sums[g];
+      }
     }
     __syncthreads();
   }
@@ -164,9 +156,9 @@ __device__ void quantise(const SelectTopkParams& p, int64_t bh, const GroupQuery
   __syncthreads();
 }
 
-// Everything that scoring needs to know about the queries of head bh. Ends with __syncthreads.
-template <Retriever kRetriever, int kSets, typename T>
-__device__ void prepare(const SelectTopkParams& p, int64_t bh, const GroupQuery& s) {
+// Brings the queries of head bh to shared memory and sets the facts as `exact` needs them. Ends with __syncthreads.
+template <int kSets, typename T>
+__device__ void load_group(const SelectTopkParams& p, int64_t bh, const GroupQuery& s) {
   constexpr int kQueries = 4 * kSets;
   const int G = static_cast<int>(p.group), D = static_cast<int>(p.head_dim), tid = threadIdx.x;
   const T* query = static_cast<const T*>(p.query) + bh * G * D;
@@ -177,16 +169,11 @@ __device__ void prepare(const SelectTopkParams& p, int64_t bh, const GroupQuery&
   if (tid < kMaxGroup) {
     s.facts->sums[tid] = 0;
     s.facts->largest[tid] = 0;
-    s.facts->slopes[tid] = p.scale;  // exact; the others follow below
-    if (tid < G) s.facts->offsets[tid] = -p.lse[bh * G + tid];
-    else s.facts->offsets[tid] = -CUDART_INF_F;
+    s.facts->slopes[tid] = p.scale;
+    s.facts->offsets[tid] = tid < G ? -p.lse[bh * G + tid] : -CUDART_INF_F;
     if (tid == 0) s.facts->base = 0;
   }
   __syncthreads();
-  if constexpr (kRetriever != Retriever::kExact)
-    project<kSets>(p, p.weights + bh % p.kv_heads * p.head_dim * p.bits, s);
-  if constexpr (kRetriever == Retriever::kHata) weigh_bits<kSets>(s, G, static_cast<int>(p.bits));
-  if constexpr (kRetriever == Retriever::kSign) quantise<kSets>(p, bh, s);
 }
 
 // Column fragments of one 8-word block of the planes, from registers (256 bits) or shared memory.
@@ -209,10 +196,55 @@ struct Columns {
   }
 };
 
-// Ranks of keys [0, n) by code: put(key, rank) for each, by any thread.
+// 256-bit codes on their way to shared memory, `slots` steps ahead of their scoring. Each warp has slots of its own.
+class CodeRing {
+ public:
+  static constexpr int kSlotBytes = kWarps * kStep * 32;  // of all warps
+  static constexpr int kMaxSlots = 3;
+
+  __device__ CodeRing(unsigned char* memory, int slots, const uint32_t* codes, int n)
+      : memory_(memory + threadIdx.x / 32 * kStep * 32), slots_(slots), codes_(codes), n_(n) {}
+
+  // Starts the copies of the first steps.
+  __device__ void start() const {
+    for (int step = 0; step < slots_; ++step) fetch(step);
+  }
+
+  // Waits for the step's codes, gets this lane's words of keys 8·l + lane / 4, and starts the copy that takes their slot.
+  __device__ __forceinline__ void take(int step, uint2 (&words)[kStep / 8]) const {
+    if (slots_ == 1) asm volatile("cp.async.wait_group 0;" ::: "memory");
+    else if (slots_ == 2) asm volatile("cp.async.wait_group 1;" ::: "memory");
+    else asm volatile("cp.async.wait_group 2;" ::: "memory");
+    __syncwarp();
+    const uint2* from = reinterpret_cast<const uint2*>(memory_ + step % slots_ * kSlotBytes) + threadIdx.x % 32;
+#pragma unroll
+    for (int l = 0; l < kStep / 8; ++l) words[l] = from[l * 32];
+    __syncwarp();
+    fetch(step + slots_);
+  }
+
+ private:
+  __device__ __forceinline__ void fetch(int step) const {
+    const int lane = threadIdx.x % 32, first = (step * kWarps + static_cast<int>(threadIdx.x / 32)) * kStep;
+    const uint32_t to = shared_address(memory_ + step % slots_ * kSlotBytes) + lane * 16;
+    const uint32_t* from = codes_ + static_cast<int64_t>(first) * 8 + lane * 4;
+#pragma unroll
+    for (int i = 0; i < kStep / 16; ++i)
+      if (first + i * 16 + lane / 2 < n_)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i * 512), "l"(from + i * 128) : "memory");
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+
+  unsigned char* memory_;
+  int slots_;
+  const uint32_t* codes_;
+  int n_;
+};
+
+// Ranks of keys [0, n) by code: put(key, rank) for each, by any thread. kFast: 256 bits, and `ring` has been started.
 template <Retriever kRetriever, int kSets, bool kFast, typename Put>
 __device__ void score_codes(const uint32_t* codes, const uint16_t* factors, int words, int n, const GroupQuery& s,
-                            Put put) {
+                            const CodeRing& ring, Put put) {
   using C = Columns<kRetriever, kSets>;
   constexpr bool kHata = kRetriever == Retriever::kHata;
   constexpr int kGroups = kStep / 16;
@@ -222,18 +254,6 @@ __device__ void score_codes(const uint32_t* codes, const uint16_t* factors, int 
 #pragma unroll
     for (int i = 0; i < C::kCount; ++i) held[i] = C::load(s.planes, 8, 0, i);
   }
-  uint2 code[kFast ? 2 * kGroups : 1];
-  const auto fetch = [&](int first) {
-    const uint2* from = reinterpret_cast<const uint2*>(codes) + static_cast<int64_t>(first) * 4 + lane;
-    if (first + kStep <= n) {
-#pragma unroll
-      for (int l = 0; l < 2 * kGroups; ++l) code[l] = load_stream(from + l * 32);
-    } else {
-#pragma unroll
-      for (int l = 0; l < 2 * kGroups; ++l) code[l] = first + l * 8 + row < n ? load_stream(from + l * 32) : uint2{};
-    }
-  };
-  if constexpr (kFast) fetch(warp * kStep);
 
   float slopes[kSets], offsets[kSets];
   int sums[kSets];
@@ -245,7 +265,9 @@ __device__ void score_codes(const uint32_t* codes, const uint16_t* factors, int 
   }
   const int base = s.facts->base, low = column % 2 ? 4 : 1, high = column % 2 ? -8 : 2;
 
-  for (int first = warp * kStep; first < n; first += kWarps * kStep) {
+  for (int step = 0, first = warp * kStep; first < n; ++step, first += kWarps * kStep) {
+    uint2 code[kFast ? kStep / 8 : 1];
+    if constexpr (kFast) ring.take(step, code);
     float halves[2] = {};
     if constexpr (!kHata) {
 #pragma unroll
@@ -309,7 +331,6 @@ __device__ void score_codes(const uint32_t* codes, const uint16_t* factors, int 
         }
       }
     }
-    if constexpr (kFast) fetch(first + kWarps * kStep);
     if constexpr (!kHata) {
       // Sums over the four lanes of a key, scattered: each lane ends up with the keys of one group of 16.
       float two[2][2];
