@@ -168,6 +168,7 @@ def _replay(queries: np.ndarray, keys: Sequence[jax.Array], retain: float, thres
         ages = [i32((1, K), -1)] * num_layers
         for step in range(steps):
             if step == 1:
+                jax.block_until_ready(token)
                 engine.clear_counters()  # the first fill is no refresh
             for layer, (weights, mean, codes, factors) in enumerate(prepared):
                 query = jnp.asarray(queries[step, layer])[None]
