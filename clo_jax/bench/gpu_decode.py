@@ -3,9 +3,9 @@ beside the program, in line, and without transfers.
 
     python -m clo_jax.bench.gpu_decode [--context 131072] [--layers 8] [--out FILE.json]
 
-The control of every row is full attention, all rows on the device, in the same run. Random weights say nothing about hit
-rates: `--sim-threshold 1` refreshes every head at every step, the most that can have to move. The rows that differ in
-nothing but where transfers run say what running beside the program is worth.
+The control of every row is full attention, all rows on the device, in the same run. Random weights say nothing about
+hit rates: `--sim-threshold 1` refreshes every head at every step, the most that can have to move. The rows that differ
+in nothing but where transfers run say what running beside the program is worth.
 """
 
 import argparse

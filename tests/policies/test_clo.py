@@ -1,6 +1,7 @@
 """The CLO policy on tiny models: equals full attention at full sparsity, offload changes no token, counts add up."""
 
 import dataclasses
+import re
 import os
 import signal
 
