@@ -1,8 +1,8 @@
 """The CLO policy on tiny models: equals full attention at full sparsity, offload changes no token, counts add up."""
 
 import dataclasses
-import re
 import os
+import re
 import signal
 
 import jax.numpy as jnp
