@@ -1,4 +1,4 @@
-"""How well the codes select, and how many rows a refresh moves: the two tables of the design (section 2), measured with
+"""How well the codes select, and how many rows a refresh moves: the tables of docs/design.md (section 2), measured with
 the product's own ops on the queries and keys of a real model.
 
     python -m clo_jax.bench.selection CKPT TEXT_FILE [--tokens 6000] [--steps 24] [--out FILE.json]
@@ -33,7 +33,8 @@ from clo_jax.text import Tokenizer
 from clo_jax.transfer.engine import Engine
 
 EVERY = 6  # mass is looked at every so many steps
-# Design, section 2: (code, R, share) -> mass, and c -> new rows on a miss, at every step.
+# What an independent prototype (torch, same model) measured before the ops existed, the control of each figure:
+# (code, R, share) -> mass, and c -> new rows on a miss, at every step.
 MASS = {
     ("hata, random", 128, 0.10): 0.906, ("hata, random", 256, 0.10): 0.942,
     ("hata, centred orthogonal", 128, 0.10): 0.945, ("hata, centred orthogonal", 256, 0.10): 0.963,
@@ -98,7 +99,7 @@ def mass_rows(queries: np.ndarray, keys: Sequence[jax.Array]) -> list[report.Row
     S = keys[0].shape[2]
     begin, end = jnp.zeros((1,), jnp.int32), jnp.array([S], jnp.int32)
     rows = []
-    for (code, bits, share), design in MASS.items():
+    for (code, bits, share), prototype in MASS.items():
         k, found = int(share * S), []
         for layer in range(num_layers):
             K = keys[layer].shape[1]
@@ -117,9 +118,17 @@ def mass_rows(queries: np.ndarray, keys: Sequence[jax.Array]) -> list[report.Row
                 for head in range(K):
                     ratio = p[head][:, np.asarray(got)[0, head]].sum(-1) / p[head][:, exact[head]].sum(-1)
                     found.append(ratio.mean())
-        more = {"code": code, "bits": bits, "share": share, "design": design, "p10": float(np.quantile(found, 0.1))}
+        more = {
+            "code": code,
+            "bits": bits,
+            "share": share,
+            "prototype": prototype,
+            "p10": float(np.quantile(found, 0.1)),
+        }
         value = float(np.mean(found))
-        rows.append(report.Row(f"mass, {code}, R = {bits}, {share:.0%}", value, "share", "design", design, None, more))
+        rows.append(
+            report.Row(f"mass, {code}, R = {bits}, {share:.0%}", value, "share", "prototype", prototype, None, more)
+        )
         rows.append(_difference(rows[-1]))
     return rows
 
@@ -127,18 +136,18 @@ def mass_rows(queries: np.ndarray, keys: Sequence[jax.Array]) -> list[report.Row
 def new_rows(queries: np.ndarray, keys: Sequence[jax.Array]) -> list[report.Row]:
     """The table of buffers: the real prefetch op over the recorded queries."""
     rows = []
-    for retain, designs in NEW_ROWS.items():
-        for threshold, when, design in ((0.8, "on a miss", designs[0]), (2.0, "at every step", designs[1])):
+    for retain, prototypes in NEW_ROWS.items():
+        for threshold, when, prototype in ((0.8, "on a miss", prototypes[0]), (2.0, "at every step", prototypes[1])):
             selected, posted, hits, misses = _replay(queries, keys, retain, threshold)
-            more = {"retain": retain, "refreshed": when, "hit_rate": hits / (hits + misses), "design": design}
+            more = {"retain": retain, "refreshed": when, "hit_rate": hits / (hits + misses), "prototype": prototype}
             name = f"new rows / k, buffer of {retain:g} k, refreshed {when}"
-            rows.append(report.Row(name, posted / selected, "share", "design", design, None, more))
+            rows.append(report.Row(name, posted / selected, "share", "prototype", prototype, None, more))
             rows.append(_difference(rows[-1]))
     return rows
 
 
 def _difference(row: report.Row) -> report.Row:
-    return report.Row(f"{row.name}: off the design by", abs(row.value - row.control), "share", goal="<= 0.03 share")
+    return report.Row(f"{row.name}: off the prototype by", abs(row.value - row.control), "share", goal="<= 0.03 share")
 
 
 def _replay(queries: np.ndarray, keys: Sequence[jax.Array], retain: float, threshold: float):
