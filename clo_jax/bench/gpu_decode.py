@@ -1,7 +1,7 @@
 """Time of a decode step on a GPU at Llama-3-8B's layer shape with random weights: full attention, CLO with transfers
 beside the program, in line, and without transfers.
 
-    python -m clo_jax.bench.gpu_decode [--context 131072] [--layers 8] [--out FILE.json]
+    python -m clo_jax.bench.gpu_decode [--context 32768] [--layers 4] [--out FILE.json]
 
 The control of every row is full attention, all rows on the device, in the same run. Random weights say nothing about
 hit rates: `--sim-threshold 1` refreshes every head at every step, the most that can have to move. The rows that differ
@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import pathlib
 import statistics
+import sys
 from collections.abc import Sequence
 
 import jax
@@ -53,13 +54,16 @@ def measure(model, params, policy, engine, prompt: list[int], new_tokens: int, r
         for _ in session:
             pass
         found.append(session.metrics())
+        m = found[-1]
+        print(f"{policy.name}: first token {m.ttft_s:.2f} s, step {m.tpot_s * 1e3:.3f} ms, compiled {m.compile_s:.1f} s",
+              file=sys.stderr, flush=True)  # fmt: skip
     return found[1:]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Decode step on a GPU by where transfers run.")
-    parser.add_argument("--context", type=int, default=131072)
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--context", type=int, default=32768)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=4 * CHUNK + 1)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--sparsity", type=float, default=0.1)
