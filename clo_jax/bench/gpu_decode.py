@@ -55,8 +55,10 @@ def measure(model, params, policy, engine, prompt: list[int], new_tokens: int, r
             pass
         found.append(session.metrics())
         m = found[-1]
-        print(f"{policy.name}: first token {m.ttft_s:.2f} s, step {m.tpot_s * 1e3:.3f} ms, compiled {m.compile_s:.1f} s",
-              file=sys.stderr, flush=True)  # fmt: skip
+        text = (
+            f"{policy.name}: first token {m.ttft_s:.2f} s, step {m.tpot_s * 1e3:.3f} ms, compiled {m.compile_s:.1f} s"
+        )
+        print(text, file=sys.stderr, flush=True)
     return found[1:]
 
 
