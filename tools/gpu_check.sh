@@ -7,6 +7,7 @@
 # Environment: OUT, a folder for results and logs.txt (default build/gpu-check); PYTHON (default python3); JOBS, of
 # compilers; WORKERS, of pytest; SUITES, paths of suites; CLO_JAX_* as in CONTRIBUTING.md.
 set -u
+shopt -s nullglob
 cd "$(dirname "$0")/.."
 OUT=$(mkdir -p "${OUT:-build/gpu-check}" && cd "${OUT:-build/gpu-check}" && pwd)
 LOGS=$(mktemp -d)
