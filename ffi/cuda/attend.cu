@@ -208,8 +208,9 @@ cudaError_t attend(const AttendParams& p, const EngineRef& engine, void* workspa
   a.out = p.out;
   a.lse = p.lse;
   a.engine = engine;
-  // The transfer kernel, if one runs beside this one, has its multiprocessors to itself.
-  a.blocks = std::clamp(multiprocessors - (engine.flags != nullptr ? kTransferBlocks : 0), 1, kMaxBlocks);
+  // The transfer kernel has its multiprocessors to itself; where rows stay put all the same, so that offloading does not
+  // move the cuts and with them the rounding.
+  a.blocks = std::clamp(multiprocessors - (p.offloaded_heads > 0 ? kTransferBlocks : 0), 1, kMaxBlocks);
   a.acc = static_cast<float*>(workspace);
   a.state = reinterpret_cast<float2*>(a.acc + slots(p) * p.group * p.head_dim);
   a.magnitudes = reinterpret_cast<float*>(a.state + slots(p) * p.group);

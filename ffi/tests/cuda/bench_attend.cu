@@ -100,7 +100,7 @@ T* zeros(size_t n) {
 struct Case {
   const char* name;
   int64_t B, Kr, G, bits, tail;  // tail: rows attended beside the selected ones
-  bool flags;                    // asks for the ready flag, and leaves room for the transfer kernel
+  bool flags;                    // asks for the ready flag
   const char* goal;              // of the rate beside that of a plain read
 };
 
