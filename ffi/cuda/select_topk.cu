@@ -282,9 +282,9 @@ __global__ void __launch_bounds__(kThreads, 1) select_kernel(const __grid_consta
       }
       origin = max(0, min(middle - 6 * kOctave, plan.ranks - bins));
     }
-    const auto put = [&](int key, uint16_t rank_of_key) {
-      ranks[key] = rank_of_key;
-      atomicAdd(&histogram[max(0, min(rank_of_key - origin, bins - 1))], 1u);
+    const auto put = [&](int key, uint16_t value) {
+      ranks[key] = value;
+      atomicAdd(&histogram[max(0, min(value - origin, bins - 1))], 1u);
     };
     if constexpr (kRetriever == Retriever::kExact) {
       const void* rows = a.options.rows.views != nullptr ? a.options.rows.views[*a.options.rows.index].host_rows : p.rows;
