@@ -13,7 +13,6 @@ constexpr int kColumns = 32, kQueries = 8, kThreads = kColumns * kQueries;
 template <typename T>
 __global__ void __launch_bounds__(kThreads) encode_kernel(const __grid_constant__ SelectTopkParams p, EncodedQueries out) {
   extern __shared__ __align__(16) float shared[];
-  asm volatile("griddepcontrol.launch_dependents;");
   const int bh = blockIdx.x, b = bh / static_cast<int>(p.kv_heads), h = bh % static_cast<int>(p.kv_heads);
   const int G = static_cast<int>(p.group), D = static_cast<int>(p.head_dim), R = static_cast<int>(p.bits);
   const int tid = threadIdx.x, lane = tid % 32, g = tid / 32, column = blockIdx.y * kColumns;
@@ -45,7 +44,6 @@ __global__ void __launch_bounds__(kThreads) encode_kernel(const __grid_constant_
 
 // Without projections only the counters are to be cleared.
 __global__ void clear_kernel(EncodedQueries out) {
-  asm volatile("griddepcontrol.launch_dependents;");
   for (int i = threadIdx.x; i < out.counter_words; i += blockDim.x) out.counters[i] = 0;
 }
 

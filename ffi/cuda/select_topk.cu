@@ -24,7 +24,6 @@ constexpr int kFastBits = 256;      // the usual number of hash bits
 constexpr int kOctave = 256;        // ranks of sign and exact by which scores differ by a factor of two
 constexpr size_t kMaxShared = 222 * 1024;
 constexpr int kCounterWords = 32;   // a cache line for each barrier
-constexpr bool kOverlap = false;    // the kernel starts while the queries are still being projected
 
 struct Plan {
   int ranks;          // number of different ranks
@@ -249,7 +248,6 @@ __global__ void __launch_bounds__(kThreads, 1) select_kernel(const __grid_consta
     const CodeRing ring(shared + plan.ring_offset, plan.ring_slots, p.codes + token * words, n);
     if constexpr (kFast) ring.start();
     for (int i = tid; i < kBins; i += kThreads) histogram[i] = 0;
-    asm volatile("griddepcontrol.wait;" ::: "memory");
     if constexpr (kRetriever == Retriever::kExact) {
       const int D = static_cast<int>(p.head_dim);
       load_queries<kSets>(static_cast<const T*>(p.query) + static_cast<int64_t>(bh) * G * D, p.lse + bh * G, p.scale, group,
@@ -322,7 +320,6 @@ __global__ void __launch_bounds__(kThreads, 1) select_kernel(const __grid_consta
   }
 
   if (!a.options.fill_skipped) return;
-  asm volatile("griddepcontrol.wait;" ::: "memory");
   for (int64_t bh = block; bh < p.batch * p.kv_heads; bh += grid) {
     if (takes_part(p, static_cast<int>(bh))) continue;
     for (int64_t i = tid; i < p.k_max; i += kThreads) p.indices[bh * p.k_max + i] = -1;
@@ -400,18 +397,16 @@ cudaError_t select(const SelectTopkParams& p, const SelectOptions& options, void
   const auto bytes = static_cast<size_t>(a.plan.shared_bytes);
   CLO_CUDA_RETURN(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                        cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeCooperative;  // all blocks run at once: they wait for each other
-  attributes[0].val.cooperative = 1;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute cooperative;  // all blocks run at once: they wait for each other
+  cooperative.id = cudaLaunchAttributeCooperative;
+  cooperative.val.cooperative = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(grid));
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = bytes;
   config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = kOverlap ? 2 : 1;
+  config.attrs = &cooperative;
+  config.numAttrs = 1;
   return cudaLaunchKernelEx(&config, kernel, a);
 }
 
