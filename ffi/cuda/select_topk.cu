@@ -10,29 +10,15 @@
 #include "cuda/block_select.cuh"
 #include "cuda/check.h"
 #include "cuda/select_encode.cuh"
-#include "cuda/select_scores.cuh"
+#include "cuda/select_heads.cuh"
+#include "cuda/select_plan.cuh"
 #include "cuda/select_topk.cuh"
 
 namespace clo::cuda {
 namespace {
 
-constexpr int kMaxBlocks = 160;     // of a grid
-constexpr int kMaxHeadBlocks = 64;  // that share one head
-constexpr int kBins = 2 * kThreads;
-constexpr int kLowBits = 5;         // 65536 ranks are kBins times 2^5
-constexpr int kFastBits = 256;      // the usual number of hash bits
 constexpr int kOctave = 256;        // ranks of sign and exact by which scores differ by a factor of two
-constexpr size_t kMaxShared = 222 * 1024;
 constexpr int kCounterWords = 32;   // a cache line for each barrier
-
-struct Plan {
-  int ranks;          // number of different ranks
-  int part;           // most keys of a block
-  bool shared_ranks;  // ranks fit in shared memory; else they are in the workspace
-  int query_bytes, plane_bytes, shared_bytes;  // of shared memory
-  int ring_offset, ring_slots;                 // of 256-bit codes; 0 slots for others
-  size_t rank_bytes;  // of one block's ranks, masks and places
-};
 
 struct Arguments {
   SelectTopkParams p;
@@ -42,88 +28,6 @@ struct Arguments {
   uint32_t* histograms;    // [2][kMaxBlocks][kBins], the second for the case that the first misses
   uint32_t* low;           // [kMaxBlocks][1 << kLowBits]
   unsigned char* ranks;    // [blocks][rank_bytes] unless shared_ranks
-};
-
-constexpr size_t align(size_t n, size_t to) { return (n + to - 1) / to * to; }
-
-int head_blocks(int64_t heads, int grid) {
-  return static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(kMaxHeadBlocks, grid / std::max<int64_t>(heads, 1))));
-}
-
-Plan make_plan(const SelectTopkParams& p, int grid) {
-  Plan plan{};
-  const int64_t G = p.group, R = p.bits, sets = (G + 3) / 4;
-  const bool exact = p.retriever == Retriever::kExact;
-  plan.ranks = p.retriever == Retriever::kHata ? static_cast<int>(G % 2 == 0 ? G * R / 2 : G * R) + 1 : 65536;
-  const int blocks = head_blocks(p.batch * p.kv_heads, grid);
-  plan.part = static_cast<int>(align((p.max_tokens + blocks - 1) / blocks, 32));
-  plan.rank_bytes = align(static_cast<size_t>(plan.part) * 2 + static_cast<size_t>(plan.part) / 32 * 8, 256);
-  plan.query_bytes = exact ? static_cast<int>(4 * sets * p.head_dim * sizeof(float)) : 0;
-  plan.plane_bytes = exact ? 0 : static_cast<int>(4 * sets * kPlanes * (R / 32) * sizeof(uint32_t));
-  const size_t fixed = kBins * sizeof(uint32_t) + plan.query_bytes + plan.plane_bytes;
-  const size_t slot = !exact && R == kFastBits ? CodeRing::kSlotBytes : 0;
-  plan.shared_ranks = fixed + plan.rank_bytes + slot + 128 <= kMaxShared;
-  plan.ring_offset = static_cast<int>(align(fixed + (plan.shared_ranks ? plan.rank_bytes : 0), 128));
-  if (slot > 0)
-    plan.ring_slots = std::min(CodeRing::kMaxSlots, static_cast<int>((kMaxShared - plan.ring_offset) / slot));
-  plan.shared_bytes = plan.ring_offset + plan.ring_slots * CodeRing::kSlotBytes;
-  return plan;
-}
-
-__device__ __forceinline__ bool takes_part(const SelectTopkParams& p, int bh) {
-  const bool skip = p.skip[bh];  // read beside the others, not before them
-  return selected(p, bh / static_cast<int>(p.kv_heads)) > 0 && !skip;
-}
-
-// The heads that select, found by every warp for itself.
-class Heads {
- public:
-  __device__ explicit Heads(const SelectTopkParams& p) : p_(p), all_(static_cast<int>(p.batch * p.kv_heads)) {
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) held_[i] = mask(i * 32);
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) count_ += __popc(held_[i]);
-    for (int first = kHeld * 32; first < all_; first += 32) count_ += __popc(mask(first));
-  }
-
-  __device__ int count() const { return count_; }
-
-  // The n-th, 0 <= n < count().
-  __device__ int nth(int n) const {
-    int before = 0;
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      const int head = find(held_[i], i * 32, n - before);
-      if (head >= 0) return head;
-      before += __popc(held_[i]);
-    }
-    for (int first = kHeld * 32; first < all_; first += 32) {
-      const uint32_t heads = mask(first);
-      const int head = find(heads, first, n - before);
-      if (head >= 0) return head;
-      before += __popc(heads);
-    }
-    return -1;
-  }
-
- private:
-  static constexpr int kHeld = 4;
-
-  __device__ uint32_t mask(int first) const {
-    const int head = first + static_cast<int>(threadIdx.x % 32);
-    return __ballot_sync(~0u, head < all_ && takes_part(p_, min(head, all_ - 1)));
-  }
-
-  __device__ static int find(uint32_t heads, int first, int n) {
-    const int lane = threadIdx.x % 32;
-    const bool mine = (heads >> lane & 1) && __popc(heads & ((1u << lane) - 1)) == n;
-    const uint32_t found = __ballot_sync(~0u, mine);
-    return found != 0 ? first + __ffs(found) - 1 : -1;
-  }
-
-  const SelectTopkParams& p_;
-  int all_, count_ = 0;
-  uint32_t held_[kHeld];
 };
 
 // Waits for the other blocks of a head. `target` is their number times the uses of the counter.
