@@ -14,8 +14,8 @@ struct Threshold {
 
 // Looks the k-th best key up in the histograms of the head's blocks, `stride` words apart in global memory; this block is
 // the rank-th. A block that has the head to itself uses its `own`, in shared memory.
-__device__ inline void find_threshold(const uint32_t* own, const uint32_t* histograms, int stride, int bins, int blocks, int rank,
-                               uint32_t k, uint64_t* scratch, Threshold* out) {
+__device__ inline void find_threshold(const uint32_t* own, const uint32_t* histograms, int stride, int bins, int blocks,
+                                      int rank, uint32_t k, uint64_t* scratch, Threshold* out) {
   const int bin = 2 * static_cast<int>(threadIdx.x);
   uint32_t total[2] = {}, before[2] = {};
   if (blocks == 1) {

@@ -14,7 +14,7 @@ constexpr size_t kHeader = 256;  // of the workspace: the number of blocks that 
 constexpr size_t kMaxShared = 200 * 1024;
 constexpr int kAgeBits = 8;      // of 16, that one histogram counts by
 
-// Bit masks over tokens and slots with the place of each mask's first bit, for one block.
+// Bit masks over tokens and slots with the place of each mask's first bit, and a number for each slot, for one block.
 struct Masks {
   int token_words, slot_words;
   size_t bytes;
@@ -26,6 +26,7 @@ Masks make_masks(const LayerView& v) {
   m.token_words = static_cast<int>((v.max_tokens + 31) / 32);
   m.slot_words = static_cast<int>((v.num_slots + 31) / 32);
   m.bytes = (static_cast<size_t>(m.token_words) + static_cast<size_t>(m.slot_words)) * 2 * sizeof(uint32_t);
+  m.bytes += static_cast<size_t>(m.slot_words) * 32 * sizeof(uint16_t);
   m.bytes = (m.bytes + 255) / 256 * 256;
   m.shared = m.bytes <= kMaxShared;
   return m;
@@ -77,25 +78,21 @@ struct Scratch {
   Threshold threshold[2];
 };
 
-// How recently the slot was selected: the smaller, the sooner it goes.
-__device__ __forceinline__ uint32_t recency(const Head& h, int slot) {
-  return UINT16_MAX - static_cast<uint16_t>(h.refresh - h.last[slot]);
-}
-
-// Of the slots in `candidates`, keeps the `wanted` selected longest ago, of equals the lowest, and gets their places.
-__device__ void choose_victims(const Head& h, uint32_t* candidates, uint32_t* places, int words, int wanted, Scratch& s) {
+// Of the slots in `candidates`, keeps the `wanted` least recent, of equals the lowest, and gets their places.
+__device__ void choose_victims(const uint16_t* recency, uint32_t* candidates, uint32_t* places, int words, int wanted,
+                               Scratch& s) {
   constexpr int kValues = 1 << kAgeBits;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int i = threadIdx.x; i < 2 * kValues; i += kThreads) s.histogram[i / kValues][i % kValues] = 0;
   __syncthreads();
   for (int w = warp; w < words; w += kWarps)
-    if (candidates[w] >> lane & 1) atomicAdd(&s.histogram[0][recency(h, w * 32 + lane) >> kAgeBits], 1u);
+    if (candidates[w] >> lane & 1) atomicAdd(&s.histogram[0][recency[w * 32 + lane] >> kAgeBits], 1u);
   __syncthreads();
   find_threshold(s.histogram[0], nullptr, 0, kValues, 1, 0, wanted, s.scan[0], &s.threshold[0]);
   const uint32_t high = s.threshold[0].bin;
   for (int w = warp; w < words; w += kWarps) {
     if (!(candidates[w] >> lane & 1)) continue;
-    const uint32_t value = recency(h, w * 32 + lane);
+    const uint32_t value = recency[w * 32 + lane];
     if (value >> kAgeBits == high) atomicAdd(&s.histogram[1][value & (kValues - 1)], 1u);
   }
   __syncthreads();
@@ -104,7 +101,7 @@ __device__ void choose_victims(const Head& h, uint32_t* candidates, uint32_t* pl
   const uint32_t limit = high << kAgeBits | s.threshold[1].bin;
   for (int w = warp; w < words; w += kWarps) {
     const bool candidate = candidates[w] >> lane & 1;
-    const uint32_t value = candidate ? recency(h, w * 32 + lane) : 0;
+    const uint32_t value = candidate ? recency[w * 32 + lane] : 0;
     const uint32_t older = __ballot_sync(~0u, candidate && value < limit);
     const uint32_t equal = __ballot_sync(~0u, candidate && value == limit);
     __syncwarp();
@@ -126,24 +123,46 @@ __device__ Outcome replace_difference(const Head& h, const int32_t* selected, in
   uint32_t* const fresh_places = fresh + m.token_words;
   uint32_t* const others = fresh_places + m.token_words;        // slots whose token is not in the selection
   uint32_t* const other_places = others + m.slot_words;
+  uint16_t* const recency = reinterpret_cast<uint16_t*>(other_places + m.slot_words);  // smaller: selected longer ago
+  constexpr int kBatch = 4;  // loads in flight
   for (int i = tid; i < m.token_words; i += kThreads) fresh[i] = 0;
   __syncthreads();
-  for (int i = tid; i < n; i += kThreads) atomicOr(&fresh[selected[i] / 32], 1u << (selected[i] % 32));
+  for (int i = tid; i < n; i += kBatch * kThreads) {
+    int tokens[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) tokens[j] = i + j * kThreads < n ? selected[i + j * kThreads] : -1;
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j)
+      if (tokens[j] >= 0) atomicOr(&fresh[tokens[j] / 32], 1u << (tokens[j] % 32));
+  }
   __syncthreads();
   const int slot_words = (h.before + 31) / 32;
-  for (int slot = tid; slot < slot_words * 32; slot += kThreads) {
-    bool other = false;
-    if (slot < h.before) {
-      const int token = h.tokens[slot];
-      const uint32_t bit = 1u << (token % 32);
-      other = (fresh[token / 32] & bit) == 0;
-      if (!other) {
-        h.last[slot] = h.refresh;
-        atomicAnd(&fresh[token / 32], ~bit);  // a token is in one slot at most: nobody else looks at this bit
-      }
+  for (int first = tid; first < slot_words * 32; first += kBatch * kThreads) {
+    int tokens[kBatch];
+    uint16_t last[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int slot = first + j * kThreads;
+      tokens[j] = slot < h.before ? h.tokens[slot] : -1;
+      last[j] = slot < h.before ? h.last[slot] : 0;
     }
-    const uint32_t mask = __ballot_sync(~0u, other);
-    if (lane == 0) others[slot / 32] = mask;
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int slot = first + j * kThreads;
+      if (slot >= slot_words * 32) break;  // the whole warp
+      bool other = false;
+      if (tokens[j] >= 0) {
+        const uint32_t bit = 1u << (tokens[j] % 32);
+        other = (fresh[tokens[j] / 32] & bit) == 0;
+        if (!other) {
+          h.last[slot] = h.refresh;
+          atomicAnd(&fresh[tokens[j] / 32], ~bit);  // a token is in one slot at most: nobody else looks at this bit
+        }
+      }
+      recency[slot] = UINT16_MAX - static_cast<uint16_t>(h.refresh - last[j]);
+      const uint32_t mask = __ballot_sync(~0u, other);
+      if (lane == 0) others[slot / 32] = mask;
+    }
   }
   __syncthreads();
   const int each = (m.token_words + kThreads - 1) / kThreads;
@@ -163,7 +182,7 @@ __device__ Outcome replace_difference(const Head& h, const int32_t* selected, in
   });
   __syncthreads();
   if (moves > room) {
-    choose_victims(h, others, other_places, slot_words, moves - room, s);
+    choose_victims(recency, others, other_places, slot_words, moves - room, s);
     for_each_bit(others, other_places, slot_words, [&](uint32_t i, int slot) {
       const int move = room + static_cast<int>(i);
       h.fill(move, slot, h.from[move]);

@@ -7,35 +7,12 @@
 // m16n8k256, rows = keys, columns = planes, depth = 8 code words of which lane % 4 holds two.
 #pragma once
 
-#include <math_constants.h>
-
 #include "clo/params.h"
-#include "cuda/block_scan.cuh"
-#include "cuda/numeric.cuh"
+#include "cuda/select_query.cuh"
 
 namespace clo::cuda {
 
 constexpr int kStep = 64;         // keys that a warp scores at a time
-constexpr int kPlanes = 4;
-constexpr int kMaxGroup = 8;
-constexpr int kStageFloats = 16384;  // weights that are staged at a time
-
-struct GroupFacts {
-  float slopes[kMaxGroup], offsets[kMaxGroup];
-  int32_t sums[kMaxGroup];      // sign: sum of the levels
-  uint32_t largest[kMaxGroup];  // sign: bits of max |z|
-  int32_t base;                 // hata: rank of a key whose bits are all 0
-};
-
-// The group's query, all of it in shared memory.
-struct GroupQuery {
-  float* query;       // [D][4·kSets] zero beyond G
-  uint32_t* planes;   // [queries][kPlanes][words]; hata: one query
-  float* projection;  // [4·kSets][R], only while preparing
-  float* stage;       // [kStageFloats] weights, only while preparing
-  GroupFacts* facts;
-};
-
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
@@ -46,134 +23,9 @@ __device__ __forceinline__ void multiply(int (&d)[4], const uint32_t (&a)[4], ui
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
 }
 
-// Columns [begin, begin + columns) of q·W for the whole group, to out [4·kSets][R]; each is a chain of multiply-adds in the
-// order of d as in the CPU kernel: signs agree to the bit. `weights` is [D][R]; columns is a multiple of 4.
-template <int kSets>
-__device__ void project(const float* weights, int D, int R, int begin, int columns, const GroupQuery& s, float* out) {
-  constexpr int kQueries = 4 * kSets;
-  const int tid = threadIdx.x, rows = min(D, kStageFloats / columns), stages = (D + rows - 1) / rows;
-  const int pieces = columns / 4;
-  for (int stage = 0; stage < stages; ++stage) {
-    const int first = stage * rows, count = min(D, first + rows) - first;
-#pragma unroll 4
-    for (int i = tid; i < count * pieces; i += kThreads)
-      reinterpret_cast<float4*>(s.stage)[i] = __ldg(reinterpret_cast<const float4*>(
-          weights + static_cast<int64_t>(first + i / pieces) * R + begin + i % pieces * 4));
-    __syncthreads();
-    for (int r = tid; r < columns; r += kThreads) {
-      float sums[kQueries];
-#pragma unroll
-      for (int g = 0; g < kQueries; ++g) sums[g] = stage == 0 ? 0.0f : s.projection[g * R + begin + r];
-#pragma unroll 4
-      for (int d = 0; d < count; ++d) {
-        const float weight = s.stage[d * columns + r];
-        const float4* q = reinterpret_cast<const float4*>(s.query + (first + d) * kQueries);
-#pragma unroll
-        for (int set = 0; set < kSets; ++set) {
-          const float4 four = q[set];
-          sums[4 * set] = fmaf(four.x, weight, sums[4 * set]);
-          sums[4 * set + 1] = fmaf(four.y, weight, sums[4 * set + 1]);
-          sums[4 * set + 2] = fmaf(four.z, weight, sums[4 * set + 2]);
-          sums[4 * set + 3] = fmaf(four.w, weight, sums[4 * set + 3]);
-        }
-      }
-#pragma unroll
-      for (int g = 0; g < kQueries; ++g) {
-        if (stage + 1 < stages) s.projection[g * R + begin + r] = sums[g];
-        else out[g * R + begin + r] = sums[g];
-      }
-    }
-    __syncthreads();
-  }
-}
-
-// hata: the planes of the weights of all bits, and the rank of an empty code. Ends with __syncthreads.
-template <int kSets>
-__device__ void weigh_bits(const GroupQuery& s, int G, int R) {
-  const int lane = threadIdx.x % 32, words = R / 32;
-  for (int w = threadIdx.x / 32; w < words; w += kWarps) {
-    int set = 0;
-#pragma unroll
-    for (int g = 0; g < 4 * kSets; ++g) set += g < G && s.projection[g * R + w * 32 + lane] > 0;
-    const int weight = G % 2 == 0 ? G / 2 - set : G - 2 * set;
-#pragma unroll
-    for (int plane = 0; plane < kPlanes; ++plane) {
-      const uint32_t mask = __ballot_sync(~0u, weight >> plane & 1);
-      if (lane == 0) s.planes[plane * words + w] = mask;
-    }
-    const int total = __reduce_add_sync(~0u, set);
-    if (lane == 0) atomicAdd(&s.facts->base, total);
-  }
-  __syncthreads();
-  if (threadIdx.x == 0 && G % 2 == 0) s.facts->base >>= 1;
-  __syncthreads();
-}
-
-// The size of one level of a query's projections, 0 when they are zero or not finite.
-__device__ __forceinline__ float level_step(uint32_t largest) {
-  return largest < 0x7f800000u ? __fdiv_rn(__uint_as_float(largest), 7.0f) : 0.0f;
-}
-
-// sign: the planes of each query's levels, and its linear part. Ends with __syncthreads.
-template <int kSets>
-__device__ void quantise(const SelectTopkParams& p, int64_t bh, const GroupQuery& s) {
-  constexpr int kQueries = 4 * kSets;
-  const int G = static_cast<int>(p.group), D = static_cast<int>(p.head_dim), R = static_cast<int>(p.bits);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, words = R / 32;
-  GroupFacts& facts = *s.facts;
-  for (int i = warp; i < G * words; i += kWarps) {
-    const uint32_t bits = __float_as_uint(s.projection[i / words * R + i % words * 32 + lane]) & 0x7fffffffu;
-    const uint32_t most = __reduce_max_sync(~0u, bits);  // values >= 0 sort as their bits do, infinity and NaN last
-    if (lane == 0) atomicMax(&facts.largest[i / words], most);
-  }
-  __syncthreads();
-  for (int i = warp; i < kQueries * words; i += kWarps) {
-    const int g = i / words;
-    const float step = level_step(facts.largest[g]);
-    int level = 0;
-    if (step > 0) {
-      const float z = s.projection[g * R + i % words * 32 + lane];
-      level = max(-7, min(7, __float2int_rn(__fdiv_rn(z, step))));
-    }
-#pragma unroll
-    for (int plane = 0; plane < kPlanes; ++plane) {
-      const uint32_t mask = __ballot_sync(~0u, level >> plane & 1);
-      if (lane == 0) s.planes[(g * kPlanes + plane) * words + i % words] = mask;
-    }
-    const int total = __reduce_add_sync(~0u, level);
-    if (lane == 0) atomicAdd(&facts.sums[g], total);
-  }
-  if (warp < kQueries) {
-    float along_mean = 0;
-    if (warp < G)
-      for (int d = lane; d < D; d += 32) along_mean += s.query[d * kQueries + warp] * p.mean[bh * D + d];
-    along_mean = warp_sum(along_mean);
-    if (lane == 0) {
-      facts.slopes[warp] = level_step(facts.largest[warp]) * p.scale;
-      facts.offsets[warp] = warp < G ? p.scale * along_mean - p.lse[bh * G + warp] : -CUDART_INF_F;
-    }
-  }
-  __syncthreads();
-}
-
-// Brings the queries of head bh to shared memory and sets the facts as `exact` needs them. Ends with __syncthreads.
-template <int kSets, typename T>
-__device__ void load_group(const SelectTopkParams& p, int64_t bh, const GroupQuery& s) {
-  constexpr int kQueries = 4 * kSets;
-  const int G = static_cast<int>(p.group), D = static_cast<int>(p.head_dim), tid = threadIdx.x;
-  const T* query = static_cast<const T*>(p.query) + bh * G * D;
-  for (int i = tid; i < D * kQueries; i += kThreads) {
-    const int g = i / D, d = i % D;
-    s.query[d * kQueries + g] = g < G ? widen(query[g * D + d]) : 0.0f;
-  }
-  if (tid < kMaxGroup) {
-    s.facts->sums[tid] = 0;
-    s.facts->largest[tid] = 0;
-    s.facts->slopes[tid] = p.scale;
-    s.facts->offsets[tid] = tid < G ? -p.lse[bh * G + tid] : -CUDART_INF_F;
-    if (tid == 0) s.facts->base = 0;
-  }
-  __syncthreads();
+// Rank of a score >= 0, by the 16 leading bits of its value.
+__device__ __forceinline__ uint16_t score_rank(float score) {
+  return static_cast<uint16_t>(0xffffu - (__float_as_uint(score) >> 15));
 }
 
 // Column fragments of one 8-word block of the planes, from registers (256 bits) or shared memory.
@@ -265,17 +117,24 @@ __device__ void score_codes(const uint32_t* codes, const uint16_t* factors, int 
   }
   const int base = s.facts->base, low = column % 2 ? 4 : 1, high = column % 2 ? -8 : 2;
 
+  uint16_t ahead[2] = {};  // factors of the next step
+  const auto fetch_factors = [&](int first) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int key = first + i * 32 + lane;
+      ahead[i] = key < n ? __ldcs(factors + key) : 0;
+    }
+  };
+  if constexpr (!kHata) fetch_factors(warp * kStep);
   for (int step = 0, first = warp * kStep; first < n; ++step, first += kWarps * kStep) {
-    uint2 code[kFast ? kStep / 8 : 1];
-    if constexpr (kFast) ring.take(step, code);
     float halves[2] = {};
     if constexpr (!kHata) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int key = first + i * 32 + lane;
-        if (key < n) halves[i] = __half2float(__ushort_as_half(factors[key]));
-      }
+      for (int i = 0; i < 2; ++i) halves[i] = __half2float(__ushort_as_half(ahead[i]));
+      fetch_factors(first + kWarps * kStep);
     }
+    uint2 code[kFast ? kStep / 8 : 1];
+    if constexpr (kFast) ring.take(step, code);
     float scores[kGroups][2];
     int counts[4] = {};
 #pragma unroll
@@ -347,7 +206,7 @@ __device__ void score_codes(const uint32_t* codes, const uint16_t* factors, int 
         const float keep = column % 2 ? two[1][half] : two[0][half], give = column % 2 ? two[0][half] : two[1][half];
         const float score = keep + __shfl_xor_sync(~0u, give, 1);
         const int key = first + column * 16 + half * 8 + row;
-        if (key < n) put(key, static_cast<uint16_t>(0xffffu - (__float_as_uint(score) >> 15)));
+        if (key < n) put(key, score_rank(score));
       }
     }
   }
@@ -375,7 +234,7 @@ __device__ void score_rows(const T* rows, int D, int n, const GroupQuery& s, Put
     float score = 0;
 #pragma unroll
     for (int g = 0; g < kQueries; ++g) score += clamped_exp(s.facts->slopes[g] * warp_sum<8>(dots[g]) + s.facts->offsets[g]);
-    if (part == 0 && key < n) put(key, static_cast<uint16_t>(0xffffu - (__float_as_uint(score) >> 15)));
+    if (part == 0 && key < n) put(key, score_rank(score));
   }
 }
 

@@ -11,6 +11,7 @@
 
 #include "clo/params.h"
 #include "cuda/kernels.h"
+#include "cuda/select_encode.cuh"
 #include "device.h"
 
 namespace {
@@ -167,6 +168,16 @@ void selection(const char* name, int64_t B, int64_t G, int64_t S, int64_t k, dou
       CLO_CUDA_CHECK(clo::cuda::select_topk(sets.params(set, retriever), workspace, stream));
     });
     // sign reads a factor beside each code, a sixteenth of the bytes more.
+    // The first of its two kernels alone, which projects the queries.
+    auto* z = allocate<float>(static_cast<size_t>(sets.B * sets.Ko * sets.G * (sets.R + 1)));
+    auto* counters = allocate<uint32_t>(8192);
+    const clo::cuda::EncodedQueries out{z, z + sets.B * sets.Ko * sets.G * sets.R, counters, 5120};
+    const double encode = time(sets.count, [&](int set, cudaStream_t stream) {
+      CLO_CUDA_CHECK(clo::cuda::encode_queries(sets.params(set, retriever), out, stream));
+    });
+    std::printf("  projection of the queries alone %.2f us, the rest %.2f us\n", encode, us - encode);
+    CLO_CUDA_CHECK(cudaFree(z));
+    CLO_CUDA_CHECK(cudaFree(counters));
     print(std::string(name) + (hata ? " hata" : " sign"), us, hata ? codes : codes * 17 / 16, hata ? hata_goal : sign_goal);
     CLO_CUDA_CHECK(cudaFree(workspace));
   }
@@ -216,9 +227,11 @@ void prefetch(int64_t B, int64_t S, int64_t k) {
   const clo::LayerView view{B, sets.Ko, S, C, sets.D, DType::kBF16, nullptr, nullptr, tokens.device, last.device,
                             counts.device, refreshes.device, {moves.device, from.device, to.device}};
   clo::test::Array<clo::LayerView> views(std::vector<clo::LayerView>{view});
-  clo::test::Array<int32_t> layer(1, 0), max_age(static_cast<size_t>(B), 0), capacity(static_cast<size_t>(B), static_cast<int32_t>(C));
+  clo::test::Array<int32_t> layer(1, 0), max_age(static_cast<size_t>(B), 0);
+  clo::test::Array<int32_t> capacity(static_cast<size_t>(B), static_cast<int32_t>(C));
   clo::test::Array<int32_t> age(heads, -1);
-  clo::test::Array<float> importance(static_cast<size_t>(sets.Ko * sets.G), 1.0f), thresholds(static_cast<size_t>(sets.Ko), 2.0f);
+  clo::test::Array<float> importance(static_cast<size_t>(sets.Ko * sets.G), 1.0f);
+  clo::test::Array<float> thresholds(static_cast<size_t>(sets.Ko), 2.0f);
   clo::test::Array<uint8_t> label(heads * sets.G * sets.D * 2, uint8_t{0});
   const clo::cuda::EngineRef engine{{views.device, layer.device}, nullptr, nullptr, nullptr, 0};
   const auto params = [&](int set) {
@@ -248,13 +261,14 @@ void encode(int64_t N) {
   constexpr int64_t K = 8, D = 128, R = 256;
   std::mt19937 random(7);
   clo::test::Array<uint8_t> x(clo::test::normal(random, static_cast<size_t>(K * N * D), DType::kBF16));
-  clo::test::Array<float> weights(clo::test::normal_floats(random, static_cast<size_t>(K * D * R))), mean(static_cast<size_t>(K * D), 0.0f);
+  clo::test::Array<float> weights(clo::test::normal_floats(random, static_cast<size_t>(K * D * R)));
+  clo::test::Array<float> mean(static_cast<size_t>(K * D), 0.0f);
   auto* codes = allocate<uint32_t>(static_cast<size_t>(K * N * R / 32));
   auto* factors = allocate<uint16_t>(static_cast<size_t>(K * N));
   auto* sink = allocate<uint32_t>(1);
   const double us = time(1, [&](int, cudaStream_t stream) {
-    CLO_CUDA_CHECK(clo::cuda::hash_encode({1, K, N, D, R, DType::kBF16, x.device, weights.device, mean.device, codes, factors},
-                                          stream));
+    const clo::HashEncodeParams p{1, K, N, D, R, DType::kBF16, x.device, weights.device, mean.device, codes, factors};
+    CLO_CUDA_CHECK(clo::cuda::hash_encode(p, stream));
   });
   const double control = time(1, [&](int, cudaStream_t stream) {
     read_kernel<<<264, 1024, 0, stream>>>(reinterpret_cast<const uint4*>(x.device), x.bytes() / 16, sink);

@@ -41,7 +41,9 @@ struct Inputs {
         indices(static_cast<size_t>(c.batch * c.kv_heads * c.k_max), -7) {
     const auto words = static_cast<size_t>(c.bits / 32);
     for (size_t i = 0; i < codes.host.size(); ++i) {
-      const size_t centre = c.codes == Codes::kRandom ? i : c.codes == Codes::kEqual ? i % words : i / words / 64 % 8 * words + i % words;
+      size_t centre = i;
+      if (c.codes == Codes::kEqual) centre = i % words;
+      if (c.codes == Codes::kClustered) centre = i / words / 64 % 8 * words + i % words;
       uint64_t x = (centre + 1) * 0x9E3779B97F4A7C15ull;
       x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
       codes.host[i] = static_cast<uint32_t>((x ^ (x >> 27)) >> 16);
@@ -97,7 +99,8 @@ std::vector<int> keys(const Case& c, const Inputs& in, Retriever retriever, int6
       std::vector<float> z(static_cast<size_t>(R), 0.0f);
       for (int64_t d = 0; d < D; ++d)
         for (int64_t r = 0; r < R; ++r)
-          z[r] = std::fma(static_cast<float>(q[d]), in.weights.host[static_cast<size_t>((bh % c.kv_heads * D + d) * R + r)], z[r]);
+          z[r] = std::fma(static_cast<float>(q[d]),
+                          in.weights.host[static_cast<size_t>((bh % c.kv_heads * D + d) * R + r)], z[r]);
       float most = 0;
       for (float x : z) most = std::max(most, std::fabs(x));
       const float fstep = most / 7;
