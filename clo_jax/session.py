@@ -4,6 +4,7 @@ A session borrows the engine; whatever ends it (the last token, Ctrl-C, an excep
 the engine is reset and serves the next session.
 """
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -16,7 +17,15 @@ import numpy as np
 
 from clo_jax.cache.layout import CacheLayout
 from clo_jax.config import CloConfig, ModelConfig
-from clo_jax.generate import JITTED, Limits, begin_jitted, bucket_length, decode_chunk_jitted, prefill
+from clo_jax.generate import (
+    JITTED,
+    DecodeState,
+    Limits,
+    begin_jitted,
+    bucket_length,
+    decode_chunk_jitted,
+    prefill,
+)  # fmt: skip
 from clo_jax.interrupt import deferred_interrupt
 from clo_jax.policies.base import Policy
 from clo_jax.policies.clo import CloPolicy
@@ -120,15 +129,27 @@ class Session:
         paused = 0.0
         while not done.all():
             with deferred_interrupt(), transfer_errors():
-                out, state = decode_chunk_jitted(
-                    self._model, self._policy, self._chunk, self._params, self._tables, state, request.sampling, limits
-                )
+                with self._serving(state, limits):
+                    out, state = decode_chunk_jitted(
+                        self._model, self._policy, self._chunk, self._params, self._tables, state, request.sampling,
+                        limits,
+                    )  # fmt: skip
+                    jax.block_until_ready((out, state))
                 out, done = np.asarray(out), np.asarray(state.done)
             now = time.perf_counter()
             self._times["decode"] = now - start - paused - compiling.seconds()
             self._times["decode_compile"] = compiling.seconds()
             yield self._take([[int(t) for t in row if t >= 0] for row in out])
             paused += time.perf_counter() - now  # the consumer's time is not ours
+
+    def _serving(self, state: DecodeState, limits: Limits) -> contextlib.AbstractContextManager:
+        """What goes around one run of the decode program, so that its rows arrive beside it."""
+        if self._engine is None:
+            return contextlib.nullcontext()
+        layers = sum(bool(self._layout.offloaded(layer)) for layer in range(self._layout.num_layers))
+        sampled = self._request.sampling is not None
+        program = (self._policy, self._chunk, state.token.shape, limits.stop.shape, sampled)
+        return self._engine.serving(self._chunk * layers, program) if layers else contextlib.nullcontext()
 
     def _take(self, new: list[list[int]]) -> list[list[int]]:
         for row, ids in zip(self.tokens, new, strict=True):

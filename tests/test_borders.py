@@ -162,8 +162,11 @@ def test_python_headers_only_in_the_module():
 
 
 def test_device_libraries_only_under_host_and_cuda():
-    files = including(r"cuda|gdrapi|vulkan")
+    files = including(r"cuda\.h|gdrapi|vulkan")
     assert all(name.startswith(("host/", "cuda/")) for name in files)
+    # Handlers take a stream and call launchers.
+    files = including("cuda")
+    assert files and all(name.startswith(("host/", "cuda/", "xla/", "tests/cuda/")) for name in files)
 
 
 def test_nothing_is_left_to_do():

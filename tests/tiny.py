@@ -16,7 +16,9 @@ from clo_jax.policies.full import FullPolicy
 from clo_jax.session import Request, Session
 from clo_jax.transfer.engine import Engine
 
-LLAMA = ModelConfig("llama", 256, 64, 96, 3, 6, 2, 16, 1e-5, 4096, RopeConfig(10000.0), tie_word_embeddings=True)
+# The CPU kernels take any head dim; the GPU's take those that models have.
+HEAD_DIM = 16 if jax.default_backend() == "cpu" else 64
+LLAMA = ModelConfig("llama", 256, 64, 96, 3, 6, 2, HEAD_DIM, 1e-5, 4096, RopeConfig(10000.0), tie_word_embeddings=True)
 QWEN = dataclasses.replace(LLAMA, architecture="qwen2", num_heads=5, num_kv_heads=1, qkv_bias=True)
 
 

@@ -7,6 +7,7 @@ import os
 import pathlib
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -74,11 +75,19 @@ def hardware() -> dict[str, Any]:
         ]
         model = names[0] if names else model
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {"cpu": model, "cores": len(os.sched_getaffinity(0)), "memory_gib": round(memory / 2**30, 1)}
+    found = {"cpu": model, "cores": len(os.sched_getaffinity(0)), "memory_gib": round(memory / 2**30, 1)}
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        listed = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+        found["gpus"] = [line.strip() for line in listed.splitlines()]
+    return found
 
 
 def commit() -> str:
-    """The commit of the source tree, with -dirty when it has changes; "unknown" outside a repository."""
+    """The commit of the source tree, with -dirty when it has changes; what CLO_JAX_COMMIT says, for a tree that was
+    copied without its history; "unknown" where nothing tells."""
+    if os.environ.get("CLO_JAX_COMMIT"):
+        return os.environ["CLO_JAX_COMMIT"]
     root = pathlib.Path(__file__).resolve().parents[2]
     git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
     found = subprocess.run(git, capture_output=True, text=True, check=False)

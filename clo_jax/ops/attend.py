@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clo_jax import _host
 from clo_jax.ops import _check, hash_encode
 from clo_jax.ops._registry import register_all
 
@@ -162,6 +163,7 @@ def attend(
     if not (np.isfinite(scale) and scale > 0):
         raise ValueError(f"scale: got {scale}, wanted a positive number")
     register_all()
+    workspace = _host.attend_workspace(batch=B, offloaded=Ko, resident=K - Ko, group=H // K, head_dim=D, bits=R)
     call = jax.ffi.ffi_call(
         "clo_attend",
         tuple(
@@ -170,9 +172,11 @@ def attend(
                 (query.shape, query.dtype),
                 ((B, H), jnp.float32),
                 *((x.shape, x.dtype) for x in (resident, tail, codes, factors, token)),
+                ((workspace,), jnp.uint8),
             )
         ),
         input_output_aliases={7: 2, 8: 3, 9: 4, 10: 5, 12: 6},
     )
     operands = (query, key, value, weights, mean, position, flushed, resident, tail, codes, factors, layer, token)
-    return call(*operands, engine=np.int64(engine), sink=np.int64(sink), scale=np.float32(scale))
+    *results, _ = call(*operands, engine=np.int64(engine), sink=np.int64(sink), scale=np.float32(scale))
+    return tuple(results)

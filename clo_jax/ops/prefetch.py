@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clo_jax import _host
 from clo_jax.ops import _check, cache_lookup, select_topk
 from clo_jax.ops._registry import register_all
 
@@ -213,6 +214,9 @@ def prefetch(
         _check.shape(name, array, want, letters)
         _check.dtype(name, array, dtype)
     register_all()
+    number = select_topk.RETRIEVERS.index(retriever)
+    bits = 0 if retriever == "exact" else weights.shape[2]
+    workspace = _host.prefetch_workspace(engine=engine, kv_heads=Ko, group=H // Ko, bits=bits, retriever=number)
     call = jax.ffi.ffi_call(
         "clo_prefetch",
         (
@@ -221,11 +225,12 @@ def prefetch(
             jax.ShapeDtypeStruct((B, Ko), jnp.bool_),
             jax.ShapeDtypeStruct((1,), jnp.uint32),
             jax.ShapeDtypeStruct((B, Ko, k_max), jnp.int32),
+            jax.ShapeDtypeStruct((workspace,), jnp.uint8),
         ),
         input_output_aliases={1: 0, 2: 1, 16: 3},
     )
     operands = (query, label, age, importance, thresholds, max_age, weights, mean, lse, codes, factors)
-    label, age, hit, token, _ = call(
+    label, age, hit, token, _, _ = call(
         *operands,
         begin,
         end,
@@ -234,7 +239,7 @@ def prefetch(
         layer,
         token,
         engine=np.int64(engine),
-        retriever=np.int64(select_topk.RETRIEVERS.index(retriever)),
+        retriever=np.int64(number),
         whole=refresh == "whole",
         scale=np.float32(scale),
     )

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clo_jax import _host
 from clo_jax.config import Retriever
 from clo_jax.ops import _check, hash_encode
 from clo_jax.ops._registry import register_all
@@ -135,8 +136,17 @@ def select_topk(
     if not 0 < k_max <= S:
         raise ValueError(f"k_max: got {k_max}, wanted an integer in [1, S = {S}]")
     register_all()
-    call = jax.ffi.ffi_call("clo_select_topk", jax.ShapeDtypeStruct((B, Ko, k_max), jnp.int32))
-    return call(
+    number = RETRIEVERS.index(retriever)
+    bits = 0 if retriever == "exact" else weights.shape[2]
+    workspace = _host.select_topk_workspace(
+        batch=B, kv_heads=Ko, group=H // Ko, head_dim=D, bits=bits, max_tokens=S, retriever=number
+    )
+    call = jax.ffi.ffi_call(
+        "clo_select_topk",
+        (jax.ShapeDtypeStruct((B, Ko, k_max), jnp.int32), jax.ShapeDtypeStruct((workspace,), jnp.uint8)),
+    )
+    indices, _ = call(
         query, weights, mean, lse, codes, factors, rows, begin, end, k, skip,
-        retriever=RETRIEVERS.index(retriever), scale=np.float32(scale),
+        retriever=number, scale=np.float32(scale),
     )  # fmt: skip
+    return indices

@@ -69,10 +69,11 @@ def probe(backend: str = "auto", threads: int | None = None) -> Probe:
     threads = default_threads() if threads is None else threads
     random = np.random.default_rng(0)
     with Engine([_HEADS], 1, _TOKENS, _SLOTS, _HEAD_DIM, "bfloat16", backend, threads) as engine:
-        host, selected = (rows(0).view(np.uint16) for rows in (engine.host_rows, engine.selected_rows))
+        host = engine.host_rows(0).view(np.uint16)
         host[...] = random.integers(0, 2**16, size=host.shape, dtype=np.uint16)
         slots = np.broadcast_to(np.arange(_SLOTS, dtype=np.int32), (1, _HEADS, _SLOTS))
         copies = [_timed(engine, _choose(random), slots, _SLOTS) for _ in range(_REPEATS)]
+        selected = engine.selected_rows(0).view(np.uint16)
         wrong = sum(
             int((selected[0, h] != host[0, h, token]).any(axis=(1, 2)).sum())
             for h, token in enumerate(engine.request(0)[1][0])

@@ -5,7 +5,7 @@ import dataclasses
 import operator
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import jax
 import ml_dtypes
@@ -61,7 +61,8 @@ class Engine:
       num_slots: slots C of each head in the selected-rows buffer.
       head_dim: D.
       dtype: float32 or bfloat16, of rows.
-      backend: who moves the rows; "auto" takes the first that works here (clo_jax.transfer.backends lists them).
+      backend: who moves the rows (clo_jax.transfer.backends lists them). "auto" is "pull" when JAX runs on a GPU and
+        this build has it, else "host". "pull" serves programs on the GPU, "host" programs on the CPU.
       threads: transfer threads; None for half of the cores, at most 4.
       kv_offload: False keeps rows where they are: attention reads them through the slot table, and nothing moves.
       timeout_s: bound in seconds of every wait for rows.
@@ -91,6 +92,7 @@ class Engine:
             raise ValueError(f"dtype: got {self._dtype}, wanted float32 or bfloat16")
         self._threads = default_threads() if threads is None else _integer("threads", threads)
         self._kv_offload = bool(kv_offload)
+        self._programs: set[Hashable] = set()
         kv_heads = [_integer("kv_heads", n) for n in kv_heads]
         self._layers = len(kv_heads)
         try:
@@ -101,7 +103,7 @@ class Engine:
                 num_slots=_integer("num_slots", num_slots),
                 head_dim=_integer("head_dim", head_dim),
                 bfloat16=self._dtype != np.float32,
-                backend=str(backend),
+                backend=_resolve(str(backend)),
                 threads=self._threads,
                 offload=self._kv_offload,
                 timeout_s=float(timeout_s),
@@ -148,6 +150,49 @@ class Engine:
     def clear_counters(self) -> None:
         """Sets every count to 0."""
         self._live().clear_counters()
+
+    @contextlib.contextmanager
+    def serving(self, requests: int, program: Hashable) -> Iterator[None]:
+        """Around one run of a program: `begin`, then `end` once everything that the program computes is there.
+
+        Compiling a program and loading its kernels waits for the device, which a transfer kernel that waits for the
+        program would hold up. So the first run of each `program` goes without `begin`: its rows arrive all the same,
+        one layer at a time.
+
+        Args:
+          requests: as for `begin`.
+          program: names the compiled program.
+        """
+        if program in self._programs:
+            self.begin(requests)
+        try:
+            yield
+        finally:
+            self.end()
+        self._programs.add(program)
+
+    def begin(self, requests: int) -> None:
+        """Before a program that posts up to `requests` requests, one of each layer with offloaded heads in turn, and
+        that has run before: launches what serves them beside it. Nothing for backend host.
+
+        Raises:
+          TransferError: the last `begin` has no `end`, or the launch failed.
+        """
+        native = self._live()
+        try:
+            native.begin(_integer("requests", requests))
+        except RuntimeError as error:
+            raise TransferError(str(error)) from error
+
+    def end(self) -> None:
+        """After the program: ends what `begin` launched.
+
+        Raises:
+          TransferError: a transfer since the last `end` failed; names layer, backend and request.
+        """
+        why = self._live().end()
+        if why:
+            raise TransferError(why)
 
     def reset(self) -> None:
         """Empties all slot tables, clears failures and restarts the threads, dead ones too. Keeps rows and counters.
@@ -201,9 +246,27 @@ class Engine:
         _within("tokens", tokens[used], S)
         _within("slots", slots[used], C)
         self.wait(layer)
-        arrays["request_counts"][...] = counts
-        arrays["request_tokens"][...] = tokens
-        arrays["request_slots"][...] = slots
+        self.write(layer, request_counts=counts, request_tokens=tokens, request_slots=slots)
+
+    def write(self, layer: int, **arrays: np.ndarray) -> None:
+        """Overwrites whole arrays of a layer, wherever they are; for probes and tests. No program may be running.
+
+        Args:
+          layer: index of the layer.
+          arrays: host_rows, selected_rows, slot_tokens, slot_last, slot_counts or refreshes, of the shapes that the
+            methods of these names give; values are converted to their dtypes.
+
+        Raises:
+          ValueError: an array of another shape, or that the layer does not have.
+        """
+        present = self._arrays(layer)
+        for name, array in arrays.items():
+            target = present.get(name)
+            if target is None or np.shape(array) != target.shape:
+                wanted = "an array of the layer" if target is None else f"shape {target.shape}"
+                raise ValueError(f"{name}: got shape {np.shape(array)}, wanted {wanted}")
+            dtype = self._dtype if name.endswith("_rows") else target.dtype
+            self._live().write_array(layer, name, np.ascontiguousarray(array, dtype).reshape(-1).view(np.uint8))
 
     def post(self, layer: int) -> int:
         """Hands a layer's request to the transfer threads, and returns its sequence number. Does not wait.
@@ -254,6 +317,8 @@ class Engine:
         """[B, Ko, S, 2, D] in the engine's dtype, not a copy: rows that prefill and flushes have written."""
         return self._arrays(layer)["host_rows"].view(self._dtype)
 
+    # The arrays below are in device memory for backend pull: there they are copies.
+
     def selected_rows(self, layer: int) -> np.ndarray:
         """[B, Ko, C, 2, D] in the engine's dtype, not a copy: rows that transfers have written."""
         rows = self._arrays(layer)["selected_rows"]
@@ -281,6 +346,14 @@ class Engine:
         """Copies of the layer's last request: counts [B, Ko], tokens [B, Ko, C], slots [B, Ko, C], all int32."""
         arrays = self._arrays(layer)
         return tuple(arrays[f"request_{name}"].copy() for name in ("counts", "tokens", "slots"))
+
+
+def _resolve(backend: str) -> str:
+    """What "auto" stands for: the backend whose arenas the kernels of JAX's platform reach."""
+    if backend != "auto":
+        return backend
+    pull = any(name == "pull" and available for name, available, _ in _host.backends())
+    return "pull" if pull and jax.default_backend() == "gpu" else "host"
 
 
 def _integer(name: str, value) -> int:

@@ -8,6 +8,10 @@
 #include <stdexcept>
 #include <utility>
 
+#if CLO_CUDA_BUILD
+#include "host/cuda/device_memory.h"
+#endif
+
 namespace clo {
 namespace {
 
@@ -24,19 +28,48 @@ int64_t Arena::padded(int64_t count, int64_t element_bytes) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-Arena::Arena(int64_t bytes, const char* purpose) {
+Arena::Arena(int64_t bytes, const char* purpose, Memory where) : where_(where) {
   if (bytes == 0) return;
+#if CLO_CUDA_BUILD
+  if (where == Memory::kDevice) {
+    data_ = device_allocate(bytes, purpose);
+    size_ = bytes;
+    return;
+  }
+#else
+  if (where != Memory::kHost) throw std::logic_error("arena: this build knows host memory only");
+#endif
   void* p = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (p == MAP_FAILED)
     throw OutOfMemory(std::string(purpose) + ": " + std::to_string(bytes) + " bytes needed, " + std::strerror(errno));
   // Only advice: without huge pages the arena works all the same.
   if (bytes >= 2 * kHugePage) madvise(p, static_cast<size_t>(bytes), MADV_HUGEPAGE);
+#if CLO_CUDA_BUILD
+  if (where == Memory::kMapped) {
+    try {
+      device_map(p, bytes, purpose);
+    } catch (...) {
+      munmap(p, static_cast<size_t>(bytes));
+      throw;
+    }
+  }
+#endif
   data_ = p;
   size_ = bytes;
 }
 
-Arena::~Arena() {
-  if (data_ != nullptr) munmap(data_, static_cast<size_t>(size_));
+Arena::~Arena() { release(); }
+
+void Arena::release() noexcept {
+  if (data_ == nullptr) return;
+#if CLO_CUDA_BUILD
+  if (where_ == Memory::kDevice) {
+    device_free(data_);
+    return;
+  }
+  if (where_ == Memory::kMapped) device_unmap(data_);
+#endif
+  munmap(data_, static_cast<size_t>(size_));
 }
 
 Arena::Arena(Arena&& other) noexcept { *this = std::move(other); }
@@ -45,7 +78,19 @@ Arena& Arena::operator=(Arena&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(size_, other.size_);
   std::swap(used_, other.used_);
+  std::swap(where_, other.where_);
   return *this;
+}
+
+void Arena::fill(void* data, int byte, int64_t bytes) const {
+  if (bytes == 0) return;
+#if CLO_CUDA_BUILD
+  if (where_ == Memory::kDevice) {
+    device_fill(data, byte, bytes);
+    return;
+  }
+#endif
+  std::memset(data, byte, static_cast<size_t>(bytes));
 }
 
 void* Arena::take_bytes(int64_t padded_bytes) {

@@ -1,5 +1,5 @@
-// One block of anonymous memory with a fixed address: mapped at once, touched only as it is written, returned on
-// destruction. Pieces are handed out front to back, each aligned to a cache line.
+// One block of memory with a fixed address, returned on destruction. Host memory is mapped at once and touched only as it
+// is written. Pieces are handed out front to back, each aligned to a cache line.
 #pragma once
 
 #include <cstdint>
@@ -18,6 +18,12 @@ class OutOfMemory : public std::bad_alloc {
   std::string text_;
 };
 
+enum class Memory {
+  kHost,    // of this process
+  kMapped,  // the same, touched and pinned, which kernels of the GPU reach at the same address
+  kDevice,  // of the GPU, which the host does not reach
+};
+
 class Arena {
  public:
   static constexpr int64_t kAlignment = 64;
@@ -26,7 +32,8 @@ class Arena {
   static int64_t padded(int64_t count, int64_t element_bytes);
 
   Arena() = default;
-  Arena(int64_t bytes, const char* purpose);  // zeroed; huge pages where the system grants them; throws OutOfMemory
+  // Zeroed; host memory in huge pages where the system grants them. Throws OutOfMemory.
+  Arena(int64_t bytes, const char* purpose, Memory where = Memory::kHost);
   ~Arena();
   Arena(Arena&& other) noexcept;
   Arena& operator=(Arena&& other) noexcept;
@@ -42,10 +49,16 @@ class Arena {
   }
   void* take_bytes(int64_t padded_bytes);
 
+  // Sets bytes of this arena, wherever it is.
+  void fill(void* data, int byte, int64_t bytes) const;
+
  private:
+  void release() noexcept;
+
   void* data_ = nullptr;
   int64_t size_ = 0;
   int64_t used_ = 0;
+  Memory where_ = Memory::kHost;
 };
 
 }  // namespace clo

@@ -7,6 +7,9 @@
 #include "host/backends/backend.h"
 #include "host/layers.h"
 #include "host/transfers.h"
+#if CLO_CUDA_BUILD
+#include "host/cuda/pull_transfers.h"
+#endif
 
 namespace clo {
 namespace {
@@ -28,19 +31,26 @@ EngineConfig checked(EngineConfig c) {
   return c;
 }
 
+std::unique_ptr<TransferService> make_transfers(const EngineConfig& c, const std::vector<LayerView>& views) {
+#if CLO_CUDA_BUILD
+  if (Layers::on_device(c)) return std::make_unique<PullTransfers>(c, views);
+#endif
+  return std::make_unique<Transfers>(c.offload ? c.backend : "", views, c.threads, c.timeout_s);
+}
+
 }  // namespace
 
 struct Engine::Impl {
   explicit Impl(EngineConfig c)
       : config(checked(std::move(c))),
         layers(config),
-        transfers(config.offload ? config.backend : "", layers.views(), config.threads, config.timeout_s) {}
+        transfers(make_transfers(config, layers.views())) {}
 
   const EngineConfig config;
   Layers layers;
   mutable std::mutex mutex;  // of counters, which kernels report; the transfers count theirs
   Counters counters;
-  Transfers transfers;  // last: its threads end before anything above goes
+  std::unique_ptr<TransferService> transfers;  // last: it ends before anything above goes
 };
 
 Engine::Engine(EngineConfig config) : impl_(std::make_unique<Impl>(std::move(config))) {}
@@ -61,13 +71,24 @@ int64_t Engine::device_bytes() const { return impl_->layers.device_bytes(); }
 
 uint64_t Engine::post(int64_t index) {
   layer(index);  // checks the index
-  return impl_->transfers.post(index);
+  return impl_->transfers->post(index);
 }
 
 std::string Engine::wait(int64_t index) {
   layer(index);  // checks the index
-  return impl_->transfers.wait(index);
+  return impl_->transfers->wait(index);
 }
+
+void Engine::begin(int64_t requests) {
+  require(requests > 0, "requests", requests, "a positive integer");
+  impl_->transfers->begin(requests);
+}
+
+std::string Engine::end() { return impl_->transfers->end(); }
+
+void Engine::copy(void* to, const void* from, int64_t bytes) const { impl_->transfers->copy(to, from, bytes); }
+
+const cuda::EngineRef* Engine::device() const { return impl_->transfers->device(); }
 
 void Engine::record_lookup(uint64_t hits, uint64_t misses, uint64_t rows_selected) {
   std::lock_guard<std::mutex> lock(impl_->mutex);
@@ -82,11 +103,11 @@ void Engine::record_offload(uint64_t rows, uint64_t bytes) {
   impl_->counters.bytes_offloaded += bytes;
 }
 
-void Engine::abort(const std::string& why) { impl_->transfers.abort(why); }
+void Engine::abort(const std::string& why) { impl_->transfers->abort(why); }
 void Engine::reset() {
-  impl_->transfers.reset([this] { impl_->layers.clear_slots(); });
+  impl_->transfers->reset([this] { impl_->layers.clear_slots(); });
 }
-void Engine::close() { impl_->transfers.close(); }
+void Engine::close() { impl_->transfers->close(); }
 
 Counters Engine::counters() const {
   Counters counters;
@@ -94,24 +115,24 @@ Counters Engine::counters() const {
     std::lock_guard<std::mutex> lock(impl_->mutex);
     counters = impl_->counters;
   }
-  impl_->transfers.add_to(&counters);
+  impl_->transfers->add_to(&counters);
   return counters;
 }
 
 void Engine::clear_counters() {
   std::lock_guard<std::mutex> lock(impl_->mutex);
   impl_->counters = {};
-  impl_->transfers.clear_counters();
+  impl_->transfers->clear_counters();
 }
 
 void Engine::inject_delay(int64_t max_us, uint64_t seed) {
   require(max_us >= 0, "max_us", max_us, "an integer >= 0");
-  impl_->transfers.inject_delay(max_us, seed);
+  impl_->transfers->inject_delay(max_us, seed);
 }
 
 void Engine::inject_thread_death(int64_t after_chunks) {
   require(after_chunks >= 0, "after_chunks", after_chunks, "an integer >= 0");
-  impl_->transfers.inject_thread_death(after_chunks);
+  impl_->transfers->inject_thread_death(after_chunks);
 }
 
 }  // namespace clo

@@ -11,6 +11,10 @@
 
 namespace clo {
 
+namespace cuda {
+struct EngineRef;  // cuda/kernels.h
+}
+
 struct EngineConfig {
   std::vector<int64_t> kv_heads;  // Ko of each layer
   int64_t batch = 0;
@@ -58,6 +62,19 @@ class Engine {
   // number): timeout, abort, close, reset, or a transfer thread's error. After a timeout one may wait again.
   std::string wait(int64_t layer);
 
+  // Around a program that will post up to `requests` requests, one of each layer with offloaded heads in turn: whatever
+  // needs to be launched to serve them beside it is; after the program, end() says why a transfer of it, or of any
+  // program since the last end(), failed (empty: none did), and begin() may come again. Without begin() a program's
+  // rows arrive all the same. Backend host needs neither.
+  void begin(int64_t requests);
+  std::string end();
+
+  // Copies between the host and arena memory, wherever that is.
+  void copy(void* to, const void* from, int64_t bytes) const;
+
+  // What GPU kernels of a call get (its layer index is the call's to set); null: the arenas are the host's.
+  const cuda::EngineRef* device() const;
+
   void record_lookup(uint64_t hits, uint64_t misses, uint64_t rows_selected);
   void record_offload(uint64_t rows, uint64_t bytes);
 
@@ -79,7 +96,8 @@ class Engine {
 };
 
 // Process-wide table of engines. Handles are the smallest free positive integer, so that a program compiled for handle 1
-// is found again in the persistent compilation cache by the next process. 0 means "no engine".
+// is found again in the persistent compilation cache by the next process. 0 means "no engine". Captured graphs hold
+// device addresses, so the handle of an engine on a device is not given out again.
 int64_t register_engine(std::shared_ptr<Engine> engine);
 void unregister_engine(int64_t handle);
 std::shared_ptr<Engine> find_engine(int64_t handle);  // null when there is none

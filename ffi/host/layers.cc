@@ -1,7 +1,5 @@
 #include "host/layers.h"
 
-#include <algorithm>
-
 namespace clo {
 namespace {
 
@@ -31,7 +29,7 @@ int64_t add(int64_t a, int64_t b) {
 
 }  // namespace
 
-Layers::Layers(const EngineConfig& c) : offload_(c.offload) {
+Layers::Layers(const EngineConfig& c) : offload_(c.offload), on_device_(on_device(c)) {
   int64_t host = 0, selected = 0, tables = 0, requests = 0;
   for (int64_t kv_heads : c.kv_heads) {
     const Sizes n(c, kv_heads);
@@ -41,10 +39,11 @@ Layers::Layers(const EngineConfig& c) : offload_(c.offload) {
                              Arena::padded(n.heads, 2));
     requests = add(requests, Arena::padded(n.heads, 4) + 2 * Arena::padded(n.slots, 4));
   }
-  host_ = Arena(host, "host rows");
-  selected_ = Arena(selected, "selected rows");
-  tables_ = Arena(tables, "slot tables");
-  requests_ = Arena(requests, "requests");
+  const Memory device = on_device_ ? Memory::kDevice : Memory::kHost;
+  host_ = Arena(host, "host rows", on_device_ && c.offload ? Memory::kMapped : device);
+  selected_ = Arena(selected, "selected rows", device);
+  tables_ = Arena(tables, "slot tables", device);
+  requests_ = Arena(requests, "requests", device);
   for (int64_t kv_heads : c.kv_heads) {
     LayerView v{};
     v.batch = c.batch;
@@ -70,21 +69,21 @@ Layers::Layers(const EngineConfig& c) : offload_(c.offload) {
   clear_slots();
 }
 
-int64_t Layers::host_bytes() const { return offload_ ? host_.size() + requests_.size() : 0; }
+int64_t Layers::host_bytes() const { return offload_ ? host_.size() + (on_device_ ? 0 : requests_.size()) : 0; }
 
 int64_t Layers::device_bytes() const {
-  const int64_t slots = selected_.size() + tables_.size();
-  return offload_ ? slots : slots + host_.size() + requests_.size();
+  return host_.size() + selected_.size() + tables_.size() + requests_.size() - host_bytes();
 }
 
 void Layers::clear_slots() {
   for (const LayerView& v : views_) {
     const int64_t heads = v.batch * v.kv_heads;
-    std::fill_n(v.slot_tokens, heads * v.num_slots, -1);
-    std::fill_n(v.slot_last, heads * v.num_slots, uint16_t{0});
-    std::fill_n(v.slot_counts, heads, 0);
-    std::fill_n(v.refreshes, heads, uint16_t{0});
-    std::fill_n(v.request.counts, heads, 0);
+    const int64_t slots = heads * v.num_slots;
+    tables_.fill(v.slot_tokens, 0xff, slots * 4);  // -1
+    tables_.fill(v.slot_last, 0, slots * 2);
+    tables_.fill(v.slot_counts, 0, heads * 4);
+    tables_.fill(v.refreshes, 0, heads * 2);
+    requests_.fill(v.request.counts, 0, heads * 4);
   }
 }
 

@@ -20,8 +20,11 @@ class Layers {
 
   void clear_slots();  // empties every slot table and request; rows stay
 
+  // Whether everything but the host rows is in device memory; without offload the rows are there too.
+  static bool on_device(const EngineConfig& config) { return config.backend == "pull"; }
+
  private:
-  bool offload_;
+  bool offload_, on_device_;
   Arena host_, selected_, tables_, requests_;
   std::vector<LayerView> views_;
 };

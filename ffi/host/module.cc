@@ -15,16 +15,90 @@
 #include "host/engine.h"
 #include "xla/handlers.h"
 
+#if CLO_CUDA_BUILD
+#include "cuda/kernels.h"
+#endif
+
 namespace nb = nanobind;
 
 namespace {
 
-nb::dict registrations() {
+nb::dict registrations(const std::string& platform) {
   nb::dict targets;
+  if (platform == "cpu") {
 #define CLO_REGISTER(name) targets["clo_" #name] = nb::capsule(reinterpret_cast<void*>(&clo_##name));
-  CLO_HANDLERS(CLO_REGISTER)
+    CLO_HANDLERS(CLO_REGISTER)
 #undef CLO_REGISTER
+  }
+#if CLO_CUDA_BUILD
+  if (platform == "CUDA") {
+#define CLO_REGISTER(name) targets["clo_" #name] = nb::capsule(reinterpret_cast<void*>(&clo_##name##_cuda));
+    CLO_CUDA_HANDLERS(CLO_REGISTER)
+#undef CLO_REGISTER
+  }
+#endif
   return targets;
+}
+
+// Bytes of scratch that the CUDA kernel wants as a further result; 0 without CUDA, or without a device.
+int64_t select_topk_workspace([[maybe_unused]] int64_t batch, [[maybe_unused]] int64_t kv_heads,
+                              [[maybe_unused]] int64_t group, [[maybe_unused]] int64_t head_dim,
+                              [[maybe_unused]] int64_t bits, [[maybe_unused]] int64_t max_tokens,
+                              [[maybe_unused]] int64_t retriever) {
+#if CLO_CUDA_BUILD
+  clo::SelectTopkParams p{};
+  p.batch = batch;
+  p.kv_heads = kv_heads;
+  p.group = group;
+  p.head_dim = head_dim;
+  p.bits = bits;
+  p.max_tokens = max_tokens;
+  p.retriever = static_cast<clo::Retriever>(retriever);
+  return static_cast<int64_t>(clo::cuda::select_topk_workspace_bytes(p));
+#else
+  return 0;
+#endif
+}
+
+// The same for clo_prefetch, by the engine that the call names: 0 for one that serves the CPU, or is closed.
+int64_t prefetch_workspace([[maybe_unused]] int64_t engine, [[maybe_unused]] int64_t kv_heads,
+                           [[maybe_unused]] int64_t group, [[maybe_unused]] int64_t bits,
+                           [[maybe_unused]] int64_t retriever) {
+#if CLO_CUDA_BUILD
+  const std::shared_ptr<clo::Engine> found = clo::find_engine(engine);
+  if (found == nullptr || found->device() == nullptr) return 0;
+  clo::PrefetchParams p{};
+  const int64_t layers = static_cast<int64_t>(found->config().kv_heads.size());
+  for (int64_t i = 0; i < layers && p.view.kv_heads != kv_heads; ++i) p.view = found->layer(i);
+  p.select.batch = p.view.batch;
+  p.select.kv_heads = kv_heads;
+  p.select.group = group;
+  p.select.head_dim = p.view.head_dim;
+  p.select.bits = bits;
+  p.select.max_tokens = p.view.max_tokens;
+  p.select.retriever = static_cast<clo::Retriever>(retriever);
+  return static_cast<int64_t>(clo::cuda::prefetch_workspace_bytes(p));
+#else
+  return 0;
+#endif
+}
+
+// The same for clo_attend.
+int64_t attend_workspace([[maybe_unused]] int64_t batch, [[maybe_unused]] int64_t offloaded,
+                         [[maybe_unused]] int64_t resident, [[maybe_unused]] int64_t group,
+                         [[maybe_unused]] int64_t head_dim, [[maybe_unused]] int64_t bits) {
+#if CLO_CUDA_BUILD
+  clo::AttendParams p{};
+  p.batch = batch;
+  p.offloaded_heads = offloaded;
+  p.resident_heads = resident;
+  p.group = group;
+  p.head_dim = head_dim;
+  p.bits = bits;
+  return static_cast<int64_t>(clo::cuda::attend_workspace_bytes(p));
+#else
+  return 0;
+#endif
 }
 
 nb::list backends() {
@@ -76,16 +150,28 @@ class Handle {
   clo::Engine& engine() const { return *engine_; }
   int64_t number() const { return number_; }
 
-  // A writable array over arena memory, or None where the layer has none.
-  nb::object array(void* data, std::initializer_list<int64_t> dims, nb::dlpack::dtype type) const {
+  // A writable array over arena memory, or None where the layer has none. Where the host does not reach the arena:
+  // a copy.
+  nb::object array(void* data, std::initializer_list<int64_t> dims, nb::dlpack::dtype type,
+                   bool on_host = false) const {
     if (data == nullptr) return nb::none();
     std::vector<size_t> shape(dims.begin(), dims.end());
+    if (engine_->device() != nullptr && !on_host) return copy(data, shape, type);
     auto* share = new std::shared_ptr<clo::Engine>(engine_);
     nb::capsule owner(share, [](void* p) noexcept { delete static_cast<std::shared_ptr<clo::Engine>*>(p); });
     return nb::cast(nb::ndarray<nb::numpy>(data, shape.size(), shape.data(), owner, nullptr, type));
   }
 
  private:
+  nb::object copy(const void* data, const std::vector<size_t>& shape, nb::dlpack::dtype type) const {
+    size_t bytes = type.bits / 8;
+    for (size_t n : shape) bytes *= n;
+    auto* values = new std::vector<char>(bytes);
+    nb::capsule owner(values, [](void* p) noexcept { delete static_cast<std::vector<char>*>(p); });
+    engine_->copy(values->data(), data, static_cast<int64_t>(bytes));
+    return nb::cast(nb::ndarray<nb::numpy>(values->data(), shape.size(), shape.data(), owner, nullptr, type));
+  }
+
   std::shared_ptr<clo::Engine> engine_;
   int64_t number_ = 0;
 };
@@ -96,7 +182,7 @@ nb::dict layer_arrays(const Handle& h, int64_t layer) {
   const auto rows = v.dtype == clo::DType::kF32 ? nb::dtype<float>() : nb::dtype<uint16_t>();
   const int64_t B = v.batch, Ko = v.kv_heads, S = v.max_tokens, C = v.num_slots, D = v.head_dim;
   nb::dict a;
-  a["host_rows"] = h.array(v.host_rows, {B, Ko, S, 2, D}, rows);
+  a["host_rows"] = h.array(v.host_rows, {B, Ko, S, 2, D}, rows, h.engine().config().offload);
   a["selected_rows"] = h.array(v.selected_rows, {B, Ko, C, 2, D}, rows);
   a["slot_tokens"] = h.array(v.slot_tokens, {B, Ko, C}, nb::dtype<int32_t>());
   a["slot_last"] = h.array(v.slot_last, {B, Ko, C}, nb::dtype<uint16_t>());
@@ -106,6 +192,25 @@ nb::dict layer_arrays(const Handle& h, int64_t layer) {
   a["request_tokens"] = h.array(v.request.tokens, {B, Ko, C}, nb::dtype<int32_t>());
   a["request_slots"] = h.array(v.request.slots, {B, Ko, C}, nb::dtype<int32_t>());
   return a;
+}
+
+// Writes the layer's array of that name, as layer_arrays() gives it; Python has checked shape and dtype.
+void write_array(const Handle& h, int64_t layer, const std::string& name,
+                 const nb::ndarray<const uint8_t, nb::c_contig, nb::device::cpu>& bytes) {
+  const clo::LayerView v = h.engine().layer(layer);
+  const std::pair<const char*, void*> arrays[] = {
+      {"host_rows", v.host_rows},
+      {"selected_rows", v.selected_rows},
+      {"slot_tokens", v.slot_tokens},
+      {"slot_last", v.slot_last},
+      {"slot_counts", v.slot_counts},
+      {"refreshes", v.refreshes},
+      {"request_counts", v.request.counts},
+      {"request_tokens", v.request.tokens},
+      {"request_slots", v.request.slots},
+  };
+  for (const auto& [known, data] : arrays)
+    if (name == known && data != nullptr) h.engine().copy(data, bytes.data(), static_cast<int64_t>(bytes.nbytes()));
 }
 
 nb::dict counters(const Handle& h) {
@@ -138,6 +243,9 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro("device_bytes", [](const Handle& h) { return h.engine().device_bytes(); })
       .def("post", [](const Handle& h, int64_t layer) { return h.engine().post(layer); }, Unlocked())
       .def("wait", [](const Handle& h, int64_t layer) { return h.engine().wait(layer); }, Unlocked())
+      .def("begin", [](const Handle& h, int64_t requests) { h.engine().begin(requests); }, Unlocked())
+      .def("end", [](const Handle& h) { return h.engine().end(); }, Unlocked())
+      .def("write_array", &write_array)
       .def("abort", [](const Handle& h, const std::string& why) { h.engine().abort(why); }, Unlocked())
       .def("reset", [](const Handle& h) { h.engine().reset(); }, Unlocked())
       .def("close", &Handle::close, Unlocked())
@@ -152,7 +260,17 @@ void bind_engine(nb::module_& m) {
 }  // namespace
 
 NB_MODULE(_host, m) {
-  m.def("registrations", &registrations, "FFI target name -> capsule, for platform cpu.");
+  m.def("registrations", &registrations, nb::arg("platform"),
+        "FFI target name -> capsule, for platform cpu or CUDA; empty for a platform that this module is not built for.");
+  m.def("select_topk_workspace", &select_topk_workspace, nb::kw_only(), nb::arg("batch"), nb::arg("kv_heads"),
+        nb::arg("group"), nb::arg("head_dim"), nb::arg("bits"), nb::arg("max_tokens"), nb::arg("retriever"),
+        "Bytes of scratch that clo_select_topk wants as its second result on this machine's device.");
+  m.def("prefetch_workspace", &prefetch_workspace, nb::kw_only(), nb::arg("engine"), nb::arg("kv_heads"),
+        nb::arg("group"), nb::arg("bits"), nb::arg("retriever"),
+        "Bytes of scratch that clo_prefetch wants as its last result for this engine.");
+  m.def("attend_workspace", &attend_workspace, nb::kw_only(), nb::arg("batch"), nb::arg("offloaded"),
+        nb::arg("resident"), nb::arg("group"), nb::arg("head_dim"), nb::arg("bits"),
+        "Bytes of scratch that clo_attend wants as its last result.");
   m.def("instruction_set", &clo::isa_name, "Instruction set of the CPU kernels: generic, avx2 or avx512 (CLO_JAX_ISA overrides).");
   m.def("backends", &backends, "(name, available, reason) of every transfer backend, in the order of \"auto\".");
   m.def("instruction_set", [] { return std::string(clo::isa_name()); },

@@ -1,6 +1,7 @@
 // The process-wide table of engines (engine.h).
 #include <map>
 #include <mutex>
+#include <set>
 #include <utility>
 
 #include "host/engine.h"
@@ -11,6 +12,7 @@ namespace {
 struct Registry {
   std::mutex mutex;
   std::map<int64_t, std::shared_ptr<Engine>> engines;
+  std::set<int64_t> retired;  // handles that are not given out again
 };
 
 // Never destroyed: an XLA thread may still look a handle up while static objects are torn down.
@@ -25,7 +27,7 @@ int64_t register_engine(std::shared_ptr<Engine> engine) {
   Registry& r = registry();
   std::lock_guard<std::mutex> lock(r.mutex);
   int64_t handle = 1;
-  while (r.engines.count(handle) > 0) ++handle;
+  while (r.engines.count(handle) > 0 || r.retired.count(handle) > 0) ++handle;
   r.engines.emplace(handle, std::move(engine));
   return handle;
 }
@@ -37,6 +39,7 @@ void unregister_engine(int64_t handle) {
   const auto it = r.engines.find(handle);
   if (it == r.engines.end()) return;
   last = std::move(it->second);
+  if (last->device() != nullptr) r.retired.insert(handle);
   r.engines.erase(it);
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstring>
 #include <stdexcept>
 
 namespace clo {
@@ -80,6 +81,17 @@ void Transfers::stop(const std::string& why) {
   threads_.clear();
   if (started_) backend_->stop();
   started_ = false;
+}
+
+void Transfers::reset(const std::function<void()>& clear) {
+  std::lock_guard<std::mutex> control(control_);
+  stop("the engine was reset during the wait");
+  clear();
+  restart();
+}
+
+void Transfers::copy(void* to, const void* from, int64_t bytes) const {
+  std::memcpy(to, from, static_cast<size_t>(bytes));
 }
 
 void Transfers::close() {

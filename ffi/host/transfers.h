@@ -17,33 +17,29 @@
 #include "host/backends/backend.h"
 #include "host/engine.h"
 #include "host/transfer_queue.h"
+#include "host/transfer_service.h"
 
 namespace clo {
 
-class Transfers {
+class Transfers : public TransferService {
  public:
   // `backend` empty: nothing moves, no threads, every post is ready at once.
   Transfers(const std::string& backend, const std::vector<LayerView>& views, int64_t threads, double timeout_s);
-  ~Transfers();
+  ~Transfers() override;
 
-  uint64_t post(int64_t layer);
-  std::string wait(int64_t layer);
-  void abort(const std::string& why);
-  void close();
-
-  // Ends the threads, calls `clear` while none runs, and starts them again.
-  template <typename Clear>
-  void reset(Clear clear) {
-    std::lock_guard<std::mutex> control(control_);
-    stop("the engine was reset during the wait");
-    clear();
-    restart();
-  }
-
-  void add_to(Counters* counters) const;
-  void clear_counters();
-  void inject_delay(int64_t max_us, uint64_t seed);
-  void inject_thread_death(int64_t after_chunks);
+  uint64_t post(int64_t layer) override;
+  std::string wait(int64_t layer) override;
+  void begin(int64_t) override {}  // the threads run all the time
+  std::string end() override { return {}; }
+  void abort(const std::string& why) override;
+  void close() override;
+  void reset(const std::function<void()>& clear) override;
+  void add_to(Counters* counters) const override;
+  void clear_counters() override;
+  void inject_delay(int64_t max_us, uint64_t seed) override;
+  void inject_thread_death(int64_t after_chunks) override;
+  void copy(void* to, const void* from, int64_t bytes) const override;
+  const cuda::EngineRef* device() const override { return nullptr; }
 
  private:
   using Lock = std::unique_lock<std::mutex>;

@@ -1,5 +1,6 @@
 #include <exception>
 #include <string>
+#include <utility>
 
 #include "clo/params.h"
 #include "xla/engine_call.h"
@@ -13,6 +14,7 @@ using F32 = ffi::Buffer<ffi::F32>;
 using F16 = ffi::Buffer<ffi::F16>;
 using S32 = ffi::Buffer<ffi::S32>;
 using U32 = ffi::Buffer<ffi::U32>;
+using U8 = ffi::Buffer<ffi::U8>;
 
 // Positions are data, so Python cannot check them. Returns what is wrong, or nothing.
 std::string check_positions(const AttendParams& p) {
@@ -46,30 +48,20 @@ std::string check_view(const AttendParams& p) {
   return "";
 }
 
-ffi::Error checked(AttendParams& p, int64_t handle, S32 layer) {
-  std::string wrong = check_positions(p);
-  if (!wrong.empty()) return invalid("attend", wrong);
-  EngineCall call;
-  if (p.offloaded_heads > 0) {
-    if (ffi::Error error =
-            find_layer("attend", handle, layer, p.batch, p.offloaded_heads, p.head_dim, p.dtype, &call);
-        error.failure())
-      return error;
-    p.view = call.view;
-    wrong = check_view(p);
-    if (!wrong.empty()) return invalid("attend", wrong);
-    p.ready = ready_wait(&call);
-  }
-  const std::string error = attend(p);
-  return error.empty() ? ffi::Error::Success() : transfer_failed("attend", error);
-}
+// Everything but the layer and what is data, which is in device memory on a GPU.
+struct Call {
+  AttendParams params;
+  void* workspace;
+  size_t workspace_bytes;
+};
 
-ffi::Error run(AnyBuffer query, AnyBuffer key, AnyBuffer value, F32 weights, F32 mean, S32 position, S32 flushed,
-               AnyBuffer resident, AnyBuffer tail, U32 codes, F16 factors, S32 layer, U32 token,
-               ffi::Result<AnyBuffer> out, ffi::Result<F32> lse, ffi::Result<AnyBuffer> resident_out,
-               ffi::Result<AnyBuffer> tail_out, ffi::Result<U32> codes_out, ffi::Result<F16> factors_out,
-               ffi::Result<U32> token_out, int64_t engine, int64_t sink, float scale) {
-  AttendParams p{};
+ffi::Error parse(AnyBuffer query, AnyBuffer key, AnyBuffer value, F32 weights, F32 mean, S32 position, S32 flushed,
+                 AnyBuffer resident, AnyBuffer tail, U32 codes, F16 factors, S32 layer, U32 token,
+                 ffi::Result<AnyBuffer> out, ffi::Result<F32> lse, ffi::Result<AnyBuffer> resident_out,
+                 ffi::Result<AnyBuffer> tail_out, ffi::Result<U32> codes_out, ffi::Result<F16> factors_out,
+                 ffi::Result<U32>, ffi::Result<U8> workspace, int64_t, int64_t sink, float scale, Call* call) {
+  AttendParams& p = call->params;
+  p = {};
   if (!translate(query.element_type(), &p.dtype)) return invalid("attend", "query must be float32 or bfloat16");
   const auto q = query.dimensions(), k = key.dimensions(), t = tail.dimensions(), r = resident.dimensions();
   const auto c = codes.dimensions();
@@ -110,39 +102,115 @@ ffi::Error run(AnyBuffer query, AnyBuffer key, AnyBuffer value, F32 weights, F32
   p.factors = reinterpret_cast<uint16_t*>(factors_out->untyped_data());
   p.out = out->untyped_data();
   p.lse = lse->typed_data();
+  call->workspace = workspace->untyped_data();
+  call->workspace_bytes = workspace->size_bytes();
+  return ffi::Error::Success();
+}
+
+ffi::Error on_host(AttendParams& p, int64_t handle, S32 layer) {
+  std::string wrong = check_positions(p);
+  if (!wrong.empty()) return invalid("attend", wrong);
+  EngineCall engine;
+  if (p.offloaded_heads > 0) {
+    if (ffi::Error error =
+            find_layer("attend", handle, layer, p.batch, p.offloaded_heads, p.head_dim, p.dtype, &engine);
+        error.failure())
+      return error;
+    p.view = engine.view;
+    wrong = check_view(p);
+    if (!wrong.empty()) return invalid("attend", wrong);
+    p.ready = ready_wait(&engine);
+  }
+  const std::string error = attend(p);
+  return error.empty() ? ffi::Error::Success() : transfer_failed("attend", error);
+}
+
+ffi::Error run(AnyBuffer query, AnyBuffer key, AnyBuffer value, F32 weights, F32 mean, S32 position, S32 flushed,
+               AnyBuffer resident, AnyBuffer tail, U32 codes, F16 factors, S32 layer, U32 token,
+               ffi::Result<AnyBuffer> out, ffi::Result<F32> lse, ffi::Result<AnyBuffer> resident_out,
+               ffi::Result<AnyBuffer> tail_out, ffi::Result<U32> codes_out, ffi::Result<F16> factors_out,
+               ffi::Result<U32> token_out, ffi::Result<U8> workspace, int64_t engine, int64_t sink, float scale) {
+  Call call;
+  if (ffi::Error error = parse(query, key, value, weights, mean, position, flushed, resident, tail, codes, factors,
+                               layer, token, out, lse, resident_out, tail_out, codes_out, factors_out, token_out,
+                               workspace, engine, sink, scale, &call);
+      error.failure())
+    return error;
   token_out->typed_data()[0] = token.typed_data()[0];
   try {
-    return checked(p, engine, layer);
+    return on_host(call.params, engine, layer);
   } catch (const std::exception& e) {
     return ffi::Error::Internal(std::string("clo_attend: ") + e.what());
   }
 }
 
+#if CLO_CUDA_BUILD
+// token goes in and comes out at the same address: nothing to do for it.
+ffi::Error run_cuda(cudaStream_t stream, AnyBuffer query, AnyBuffer key, AnyBuffer value, F32 weights, F32 mean,
+                    S32 position, S32 flushed, AnyBuffer resident, AnyBuffer tail, U32 codes, F16 factors, S32 layer,
+                    U32 token, ffi::Result<AnyBuffer> out, ffi::Result<F32> lse, ffi::Result<AnyBuffer> resident_out,
+                    ffi::Result<AnyBuffer> tail_out, ffi::Result<U32> codes_out, ffi::Result<F16> factors_out,
+                    ffi::Result<U32> token_out, ffi::Result<U8> workspace, int64_t engine, int64_t sink, float scale) {
+  Call call;
+  if (ffi::Error error = parse(query, key, value, weights, mean, position, flushed, resident, tail, codes, factors,
+                               layer, token, out, lse, resident_out, tail_out, codes_out, factors_out, token_out,
+                               workspace, engine, sink, scale, &call);
+      error.failure())
+    return error;
+  AttendParams& p = call.params;
+  if (p.group > 8) return invalid("attend", "at most 8 query heads share a KV head on a GPU");
+  DeviceCall device;
+  if (p.offloaded_heads > 0) {
+    if (ffi::Error error =
+            find_device_layer("attend", engine, layer, p.batch, p.offloaded_heads, p.head_dim, p.dtype, &device);
+        error.failure())
+      return error;
+    p.view = device.view;
+    if (p.view.max_tokens != p.max_tokens)
+      return invalid("attend", "the context capacity of the engine is " + std::to_string(p.view.max_tokens) +
+                                   ", that of the codes " + std::to_string(p.max_tokens));
+  }
+  if (call.workspace_bytes < cuda::attend_workspace_bytes(p))
+    return invalid("attend", "the workspace is too small: the program was traced by a build without CUDA");
+  return launched("attend", cuda::attend(p, device.ref, call.workspace, stream));
+}
+#endif
+
+template <typename Bind>
+auto operands(Bind bind) {
+  return std::move(bind)
+      .template Arg<AnyBuffer>()   // query [B, K·G, D]
+      .template Arg<AnyBuffer>()   // key [B, K, D]
+      .template Arg<AnyBuffer>()   // value [B, K, D]
+      .template Arg<F32>()         // weights [Ko, D, R]
+      .template Arg<F32>()         // mean [B, Ko, D]
+      .template Arg<S32>()         // position [B]
+      .template Arg<S32>()         // flushed [B]
+      .template Arg<AnyBuffer>()   // resident [B, Kr, S, 2, D]
+      .template Arg<AnyBuffer>()   // tail [B, Ko, T, 2, D]
+      .template Arg<U32>()         // codes [B, Ko, S, R/32]
+      .template Arg<F16>()         // factors [B, Ko, S]
+      .template Arg<S32>()         // layer [1]
+      .template Arg<U32>()         // token [1]
+      .template Ret<AnyBuffer>()   // out [B, K·G, D]
+      .template Ret<F32>()         // lse [B, K·G]
+      .template Ret<AnyBuffer>()   // resident, aliased
+      .template Ret<AnyBuffer>()   // tail, aliased
+      .template Ret<U32>()         // codes, aliased
+      .template Ret<F16>()         // factors, aliased
+      .template Ret<U32>()         // token, aliased
+      .template Ret<U8>()          // scratch of the CUDA kernel; else empty
+      .template Attr<int64_t>("engine")
+      .template Attr<int64_t>("sink")
+      .template Attr<float>("scale");
+}
+
 }  // namespace
 }  // namespace clo
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(clo_attend, clo::run,
-                              xla::ffi::Ffi::Bind()
-                                  .Arg<xla::ffi::AnyBuffer>()                // query [B, K·G, D]
-                                  .Arg<xla::ffi::AnyBuffer>()                // key [B, K, D]
-                                  .Arg<xla::ffi::AnyBuffer>()                // value [B, K, D]
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()    // weights [Ko, D, R]
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()    // mean [B, Ko, D]
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()    // position [B]
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()    // flushed [B]
-                                  .Arg<xla::ffi::AnyBuffer>()                // resident [B, Kr, S, 2, D]
-                                  .Arg<xla::ffi::AnyBuffer>()                // tail [B, Ko, T, 2, D]
-                                  .Arg<xla::ffi::Buffer<xla::ffi::U32>>()    // codes [B, Ko, S, R/32]
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F16>>()    // factors [B, Ko, S]
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()    // layer [1]
-                                  .Arg<xla::ffi::Buffer<xla::ffi::U32>>()    // token [1]
-                                  .Ret<xla::ffi::AnyBuffer>()                // out [B, K·G, D]
-                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()    // lse [B, K·G]
-                                  .Ret<xla::ffi::AnyBuffer>()                // resident, aliased
-                                  .Ret<xla::ffi::AnyBuffer>()                // tail, aliased
-                                  .Ret<xla::ffi::Buffer<xla::ffi::U32>>()    // codes, aliased
-                                  .Ret<xla::ffi::Buffer<xla::ffi::F16>>()    // factors, aliased
-                                  .Ret<xla::ffi::Buffer<xla::ffi::U32>>()    // token, aliased
-                                  .Attr<int64_t>("engine")
-                                  .Attr<int64_t>("sink")
-                                  .Attr<float>("scale"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(clo_attend, clo::run, clo::operands(xla::ffi::Ffi::Bind()));
+#if CLO_CUDA_BUILD
+XLA_FFI_DEFINE_HANDLER_SYMBOL(clo_attend_cuda, clo::run_cuda,
+                              clo::operands(xla::ffi::Ffi::Bind().Ctx<clo::StreamContext>()),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+#endif

@@ -7,6 +7,10 @@
 #include "clo/dtype.h"
 #include "xla/ffi/api/ffi.h"
 
+#if CLO_CUDA_BUILD
+#include <cuda_runtime_api.h>
+#endif
+
 namespace clo {
 
 namespace ffi = xla::ffi;
@@ -46,5 +50,15 @@ bool has_shape(const Buffer& buffer, std::initializer_list<int64_t> want) {
   }
   return true;
 }
+
+#if CLO_CUDA_BUILD
+using StreamContext = ffi::PlatformStream<cudaStream_t>;
+
+// What a launcher returned, as the call's error.
+inline ffi::Error launched(const std::string& op, cudaError_t error) {
+  if (error == cudaSuccess) return ffi::Error::Success();
+  return ffi::Error(ffi::ErrorCode::kInternal, "clo_" + op + ": " + cudaGetErrorString(error));
+}
+#endif
 
 }  // namespace clo

@@ -1,4 +1,7 @@
 #include <exception>
+#include <string>
+#include <tuple>
+#include <utility>
 
 #include "clo/params.h"
 #include "xla/engine_call.h"
@@ -20,16 +23,24 @@ std::string selection_error(const PrefetchParams& p, int64_t b) {
   return {};
 }
 
-ffi::Error run(ffi::AnyBuffer query, ffi::AnyBuffer label, ffi::Buffer<ffi::S32> age,
-               ffi::Buffer<ffi::F32> importance, ffi::Buffer<ffi::F32> thresholds, ffi::Buffer<ffi::S32> max_age,
-               ffi::Buffer<ffi::F32> weights, ffi::Buffer<ffi::F32> mean, ffi::Buffer<ffi::F32> lse,
-               ffi::Buffer<ffi::U32> codes, ffi::Buffer<ffi::F16> factors, ffi::Buffer<ffi::S32> begin,
-               ffi::Buffer<ffi::S32> end, ffi::Buffer<ffi::S32> k, ffi::Buffer<ffi::S32> capacity,
-               ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::U32>, ffi::Result<ffi::AnyBuffer> label_out,
-               ffi::Result<ffi::Buffer<ffi::S32>> age_out, ffi::Result<ffi::Buffer<ffi::PRED>> hit,
-               ffi::Result<ffi::Buffer<ffi::U32>>, ffi::Result<ffi::Buffer<ffi::S32>> indices, int64_t engine,
-               int64_t retriever, bool whole, float scale) {
-  PrefetchParams p;
+struct Call {
+  PrefetchParams params;
+  void* workspace;
+  size_t workspace_bytes;
+};
+
+// Everything but the layer's arenas and what only the values of operands tell.
+ffi::Error parse(ffi::AnyBuffer query, ffi::AnyBuffer label, ffi::Buffer<ffi::S32> age,
+                 ffi::Buffer<ffi::F32> importance, ffi::Buffer<ffi::F32> thresholds, ffi::Buffer<ffi::S32> max_age,
+                 ffi::Buffer<ffi::F32> weights, ffi::Buffer<ffi::F32> mean, ffi::Buffer<ffi::F32> lse,
+                 ffi::Buffer<ffi::U32> codes, ffi::Buffer<ffi::F16> factors, ffi::Buffer<ffi::S32> begin,
+                 ffi::Buffer<ffi::S32> end, ffi::Buffer<ffi::S32> k, ffi::Buffer<ffi::S32> capacity,
+                 ffi::Buffer<ffi::S32>, ffi::Buffer<ffi::U32>, ffi::Result<ffi::AnyBuffer> label_out,
+                 ffi::Result<ffi::Buffer<ffi::S32>> age_out, ffi::Result<ffi::Buffer<ffi::PRED>> hit,
+                 ffi::Result<ffi::Buffer<ffi::U32>>, ffi::Result<ffi::Buffer<ffi::S32>> indices,
+                 ffi::Result<ffi::Buffer<ffi::U8>> workspace, int64_t, int64_t retriever, bool whole, float scale,
+                 Call* call) {
+  PrefetchParams& p = call->params;
   CacheLookupParams& l = p.lookup;
   SelectTopkParams& s = p.select;
   if (!translate(query.element_type(), &l.dtype)) return invalid("prefetch", "query must be float32 or bfloat16");
@@ -39,18 +50,13 @@ ffi::Error run(ffi::AnyBuffer query, ffi::AnyBuffer label, ffi::Buffer<ffi::S32>
   if (q.size() != 3 || w.size() != 3 || indices->dimensions().size() != 3)
     return invalid("prefetch", "query must be [B, H, D], weights [Ko, D, R] and indices [B, Ko, k_max]");
   const int64_t B = q[0], H = q[1], D = q[2], Ko = w[0], R = w[2];
-  EngineCall call;
-  if (ffi::Error error = find_layer("prefetch", engine, layer, B, Ko, D, l.dtype, &call); error.failure())
-    return error;
-  const int64_t S = call.view.max_tokens;
   const bool exact = s.retriever == Retriever::kExact;
   if (Ko == 0 || H % Ko != 0 || w[1] != D || (!exact && (R == 0 || R % 32 != 0)) ||
       !has_shape(label, {B, H, D}) || label.element_type() != query.element_type() || !has_shape(age, {B, Ko}) ||
       !has_shape(importance, {H}) || !has_shape(thresholds, {Ko}) || !has_shape(max_age, {B}) ||
-      !has_shape(mean, {B, Ko, D}) || !has_shape(lse, {B, H}) ||
-      (!exact && (!has_shape(codes, {B, Ko, S, R / 32}) || !has_shape(factors, {B, Ko, S}))) ||
-      !has_shape(begin, {B}) || !has_shape(end, {B}) || !has_shape(k, {B}) || !has_shape(capacity, {B}))
-    return invalid("prefetch", "operand shapes do not agree with each other or with the engine's layer");
+      !has_shape(mean, {B, Ko, D}) || !has_shape(lse, {B, H}) || !has_shape(begin, {B}) || !has_shape(end, {B}) ||
+      !has_shape(k, {B}) || !has_shape(capacity, {B}))
+    return invalid("prefetch", "operand shapes do not agree with each other");
   if (!exact && H / Ko * R > 65535) return invalid("prefetch", "G·R must be below 65536");
 
   l.batch = B;
@@ -71,7 +77,6 @@ ffi::Error run(ffi::AnyBuffer query, ffi::AnyBuffer label, ffi::Buffer<ffi::S32>
   s.group = l.group;
   s.head_dim = D;
   s.bits = exact ? 0 : R;
-  s.max_tokens = S;
   s.k_max = indices->dimensions()[2];
   s.dtype = l.dtype;
   s.scale = scale;
@@ -81,7 +86,6 @@ ffi::Error run(ffi::AnyBuffer query, ffi::AnyBuffer label, ffi::Buffer<ffi::S32>
   s.lse = lse.typed_data();
   s.codes = codes.typed_data();
   s.factors = reinterpret_cast<const uint16_t*>(factors.untyped_data());
-  s.rows = call.view.host_rows;
   s.begin = begin.typed_data();
   s.end = end.typed_data();
   s.k = k.typed_data();
@@ -90,8 +94,27 @@ ffi::Error run(ffi::AnyBuffer query, ffi::AnyBuffer label, ffi::Buffer<ffi::S32>
 
   p.capacity = capacity.typed_data();
   p.whole = whole;
-  p.view = call.view;
-  for (int64_t b = 0; b < B; ++b) {
+  call->workspace = workspace->untyped_data();
+  call->workspace_bytes = workspace->size_bytes();
+  return ffi::Error::Success();
+}
+
+// The arenas of a layer whose sizes are those of the operands.
+ffi::Error use_view(const LayerView& view, ffi::Buffer<ffi::U32> codes, ffi::Buffer<ffi::F16> factors,
+                    PrefetchParams* p) {
+  SelectTopkParams& s = p->select;
+  s.max_tokens = view.max_tokens;
+  s.rows = view.host_rows;
+  p->view = view;
+  if (s.retriever != Retriever::kExact &&
+      (!has_shape(codes, {s.batch, s.kv_heads, s.max_tokens, s.bits / 32}) ||
+       !has_shape(factors, {s.batch, s.kv_heads, s.max_tokens})))
+    return invalid("prefetch", "the shapes of codes and factors do not agree with the engine's layer");
+  return ffi::Error::Success();
+}
+
+ffi::Error serve(const EngineCall& call, const PrefetchParams& p) {
+  for (int64_t b = 0; b < p.view.batch; ++b) {
     const std::string error = selection_error(p, b);
     if (!error.empty()) return invalid("prefetch", "sequence " + std::to_string(b) + ": " + error);
   }
@@ -109,34 +132,85 @@ ffi::Error run(ffi::AnyBuffer query, ffi::AnyBuffer label, ffi::Buffer<ffi::S32>
   return ffi::Error::Success();
 }
 
+// Arguments of a handler by place: those of parse() less the last.
+constexpr size_t kCodes = 9, kFactors = 10, kLayer = 15, kEngine = 23;
+
+constexpr auto run = [](auto... arguments) -> ffi::Error {
+  const auto all = std::tie(arguments...);
+  Call call{};
+  if (ffi::Error error = parse(arguments..., &call); error.failure()) return error;
+  PrefetchParams& p = call.params;
+  EngineCall engine;
+  if (ffi::Error error = find_layer("prefetch", std::get<kEngine>(all), std::get<kLayer>(all), p.lookup.batch,
+                                    p.lookup.kv_heads, p.lookup.head_dim, p.lookup.dtype, &engine);
+      error.failure())
+    return error;
+  if (ffi::Error error = use_view(engine.view, std::get<kCodes>(all), std::get<kFactors>(all), &p); error.failure())
+    return error;
+  return serve(engine, p);
+};
+
+#if CLO_CUDA_BUILD
+constexpr auto run_on_stream = [](cudaStream_t stream, auto... arguments) -> ffi::Error {
+  const auto all = std::tie(arguments...);
+  Call call{};
+  if (ffi::Error error = parse(arguments..., &call); error.failure()) return error;
+  PrefetchParams& p = call.params;
+  DeviceCall engine;
+  if (ffi::Error error = find_device_layer("prefetch", std::get<kEngine>(all), std::get<kLayer>(all), p.lookup.batch,
+                                           p.lookup.kv_heads, p.lookup.head_dim, p.lookup.dtype, &engine);
+      error.failure())
+    return error;
+  if (ffi::Error error = use_view(engine.view, std::get<kCodes>(all), std::get<kFactors>(all), &p); error.failure())
+    return error;
+  if (p.lookup.group > 8) return invalid("prefetch", "at most 8 query heads share a KV head on a GPU");
+  if (call.workspace_bytes < cuda::prefetch_workspace_bytes(p))
+    return invalid("prefetch", "the workspace is too small: the program was traced for another device or engine");
+  if (ffi::Error error = launched("prefetch", cuda::prefetch(p, engine.ref, call.workspace, stream)); error.failure())
+    return error;
+  if (engine.ref.flags == nullptr) return ffi::Error::Success();
+  return launched("prefetch", cuda::serve_posted(engine.ref, stream));
+};
+#endif
+
+template <typename Bind>
+auto operands(Bind bind) {
+  return std::move(bind)
+      .template Arg<ffi::AnyBuffer>()          // query [B, H, D]
+      .template Arg<ffi::AnyBuffer>()          // label [B, H, D]
+      .template Arg<ffi::Buffer<ffi::S32>>()   // age [B, Ko]
+      .template Arg<ffi::Buffer<ffi::F32>>()   // importance [H]
+      .template Arg<ffi::Buffer<ffi::F32>>()   // thresholds [Ko]
+      .template Arg<ffi::Buffer<ffi::S32>>()   // max_age [B]
+      .template Arg<ffi::Buffer<ffi::F32>>()   // weights [Ko, D, R]
+      .template Arg<ffi::Buffer<ffi::F32>>()   // mean [B, Ko, D]
+      .template Arg<ffi::Buffer<ffi::F32>>()   // lse [B, H]
+      .template Arg<ffi::Buffer<ffi::U32>>()   // codes [B, Ko, S, R/32]
+      .template Arg<ffi::Buffer<ffi::F16>>()   // factors [B, Ko, S]
+      .template Arg<ffi::Buffer<ffi::S32>>()   // begin [B]
+      .template Arg<ffi::Buffer<ffi::S32>>()   // end [B]
+      .template Arg<ffi::Buffer<ffi::S32>>()   // k [B]
+      .template Arg<ffi::Buffer<ffi::S32>>()   // capacity [B]
+      .template Arg<ffi::Buffer<ffi::S32>>()   // layer [1]
+      .template Arg<ffi::Buffer<ffi::U32>>()   // token [1]
+      .template Ret<ffi::AnyBuffer>()          // label, aliased
+      .template Ret<ffi::Buffer<ffi::S32>>()   // age, aliased
+      .template Ret<ffi::Buffer<ffi::PRED>>()  // hit [B, Ko]
+      .template Ret<ffi::Buffer<ffi::U32>>()   // token, aliased
+      .template Ret<ffi::Buffer<ffi::S32>>()   // indices [B, Ko, k_max], scratch
+      .template Ret<ffi::Buffer<ffi::U8>>()    // scratch of the CUDA kernels; else empty
+      .template Attr<int64_t>("engine")
+      .template Attr<int64_t>("retriever")
+      .template Attr<bool>("whole")
+      .template Attr<float>("scale");
+}
+
 }  // namespace
 }  // namespace clo
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(clo_prefetch, clo::run,
-                              xla::ffi::Ffi::Bind()
-                                  .Arg<xla::ffi::AnyBuffer>()                      // query [B, H, D]
-                                  .Arg<xla::ffi::AnyBuffer>()                      // label [B, H, D]
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()          // age [B, Ko]
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()          // importance [H]
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()          // thresholds [Ko]
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()          // max_age [B]
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()          // weights [Ko, D, R]
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()          // mean [B, Ko, D]
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()          // lse [B, H]
-                                  .Arg<xla::ffi::Buffer<xla::ffi::U32>>()          // codes [B, Ko, S, R/32]
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F16>>()          // factors [B, Ko, S]
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()          // begin [B]
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()          // end [B]
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()          // k [B]
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()          // capacity [B]
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()          // layer [1]
-                                  .Arg<xla::ffi::Buffer<xla::ffi::U32>>()          // token [1]
-                                  .Ret<xla::ffi::AnyBuffer>()                      // label, aliased
-                                  .Ret<xla::ffi::Buffer<xla::ffi::S32>>()          // age, aliased
-                                  .Ret<xla::ffi::Buffer<xla::ffi::PRED>>()         // hit [B, Ko]
-                                  .Ret<xla::ffi::Buffer<xla::ffi::U32>>()          // token, aliased
-                                  .Ret<xla::ffi::Buffer<xla::ffi::S32>>()          // indices [B, Ko, k_max], scratch
-                                  .Attr<int64_t>("engine")
-                                  .Attr<int64_t>("retriever")
-                                  .Attr<bool>("whole")
-                                  .Attr<float>("scale"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(clo_prefetch, clo::run, clo::operands(xla::ffi::Ffi::Bind()));
+#if CLO_CUDA_BUILD
+XLA_FFI_DEFINE_HANDLER_SYMBOL(clo_prefetch_cuda, clo::run_on_stream,
+                              clo::operands(xla::ffi::Ffi::Bind().Ctx<clo::StreamContext>()),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+#endif

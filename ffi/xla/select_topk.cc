@@ -1,16 +1,28 @@
+#include <utility>
+
 #include "clo/params.h"
 #include "xla/common.h"
 #include "xla/handlers.h"
 
+#if CLO_CUDA_BUILD
+#include "cuda/kernels.h"
+#endif
+
 namespace clo {
 namespace {
 
-ffi::Error run_select_topk(ffi::AnyBuffer query, ffi::Buffer<ffi::F32> weights, ffi::Buffer<ffi::F32> mean,
-                           ffi::Buffer<ffi::F32> lse, ffi::Buffer<ffi::U32> codes, ffi::Buffer<ffi::F16> factors,
-                           ffi::AnyBuffer rows, ffi::Buffer<ffi::S32> begin, ffi::Buffer<ffi::S32> end,
-                           ffi::Buffer<ffi::S32> k, ffi::Buffer<ffi::PRED> skip,
-                           ffi::Result<ffi::Buffer<ffi::S32>> indices, int64_t retriever, float scale) {
-  SelectTopkParams p;
+struct Call {
+  SelectTopkParams params;
+  void* workspace;
+  size_t workspace_bytes;
+};
+
+ffi::Error parse(ffi::AnyBuffer query, ffi::Buffer<ffi::F32> weights, ffi::Buffer<ffi::F32> mean,
+                 ffi::Buffer<ffi::F32> lse, ffi::Buffer<ffi::U32> codes, ffi::Buffer<ffi::F16> factors,
+                 ffi::AnyBuffer rows, ffi::Buffer<ffi::S32> begin, ffi::Buffer<ffi::S32> end, ffi::Buffer<ffi::S32> k,
+                 ffi::Buffer<ffi::PRED> skip, ffi::Result<ffi::Buffer<ffi::S32>> indices,
+                 ffi::Result<ffi::Buffer<ffi::U8>> workspace, int64_t retriever, float scale, Call* call) {
+  SelectTopkParams& p = call->params;
   if (!translate(query.element_type(), &p.dtype)) return invalid("select_topk", "query must be float32 or bfloat16");
   if (retriever < 0 || retriever > 2) return invalid("select_topk", "unknown retriever");
   p.retriever = static_cast<Retriever>(retriever);
@@ -54,25 +66,56 @@ ffi::Error run_select_topk(ffi::AnyBuffer query, ffi::Buffer<ffi::F32> weights, 
   p.k = k.typed_data();
   p.skip = reinterpret_cast<const uint8_t*>(skip.typed_data());
   p.indices = indices->typed_data();
-  return guarded("select_topk", [&] { select_topk(p); });
+  call->workspace = workspace->untyped_data();
+  call->workspace_bytes = workspace->size_bytes();
+  return ffi::Error::Success();
+}
+
+constexpr auto run = [](auto... arguments) {
+  Call call;
+  if (ffi::Error error = parse(arguments..., &call); error.failure()) return error;
+  return guarded("select_topk", [&] { select_topk(call.params); });
+};
+
+#if CLO_CUDA_BUILD
+constexpr auto run_on_stream = [](cudaStream_t stream, auto... arguments) {
+  Call call;
+  if (ffi::Error error = parse(arguments..., &call); error.failure()) return error;
+  if (call.params.group > 8) return invalid("select_topk", "at most 8 query heads share a KV head on a GPU");
+  if (call.params.retriever == Retriever::kExact && call.params.head_dim % 8 != 0)
+    return invalid("select_topk", "exact on a GPU wants a head dimension that is a multiple of 8");
+  if (call.workspace_bytes < cuda::select_topk_workspace_bytes(call.params))
+    return invalid("select_topk", "the workspace is too small: the program was traced for another device");
+  return launched("select_topk", cuda::select_topk(call.params, call.workspace, stream));
+};
+#endif
+
+template <typename Bind>
+auto operands(Bind bind) {
+  return std::move(bind)
+      .template Arg<ffi::AnyBuffer>()          // query [B, H, D]
+      .template Arg<ffi::Buffer<ffi::F32>>()   // weights [Ko, D, R]
+      .template Arg<ffi::Buffer<ffi::F32>>()   // mean [B, Ko, D]
+      .template Arg<ffi::Buffer<ffi::F32>>()   // lse [B, H]
+      .template Arg<ffi::Buffer<ffi::U32>>()   // codes [B, Ko, S, R/32]
+      .template Arg<ffi::Buffer<ffi::F16>>()   // factors [B, Ko, S]
+      .template Arg<ffi::AnyBuffer>()          // rows [B, Ko, S, 2, D], or empty
+      .template Arg<ffi::Buffer<ffi::S32>>()   // begin [B]
+      .template Arg<ffi::Buffer<ffi::S32>>()   // end [B]
+      .template Arg<ffi::Buffer<ffi::S32>>()   // k [B]
+      .template Arg<ffi::Buffer<ffi::PRED>>()  // skip [B, Ko]
+      .template Ret<ffi::Buffer<ffi::S32>>()   // indices [B, Ko, k_max]
+      .template Ret<ffi::Buffer<ffi::U8>>()    // scratch of the CUDA kernel; else empty
+      .template Attr<int64_t>("retriever")
+      .template Attr<float>("scale");
 }
 
 }  // namespace
 }  // namespace clo
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(clo_select_topk, clo::run_select_topk,
-                              xla::ffi::Ffi::Bind()
-                                  .Arg<xla::ffi::AnyBuffer>()               // query [B, H, D]
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()   // weights [Ko, D, R]
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()   // mean [B, Ko, D]
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()   // lse [B, H]
-                                  .Arg<xla::ffi::Buffer<xla::ffi::U32>>()   // codes [B, Ko, S, R/32]
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F16>>()   // factors [B, Ko, S]
-                                  .Arg<xla::ffi::AnyBuffer>()               // rows [B, Ko, S, 2, D], or empty
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()   // begin [B]
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()   // end [B]
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()   // k [B]
-                                  .Arg<xla::ffi::Buffer<xla::ffi::PRED>>()  // skip [B, Ko]
-                                  .Ret<xla::ffi::Buffer<xla::ffi::S32>>()   // indices [B, Ko, k_max]
-                                  .Attr<int64_t>("retriever")
-                                  .Attr<float>("scale"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(clo_select_topk, clo::run, clo::operands(xla::ffi::Ffi::Bind()));
+#if CLO_CUDA_BUILD
+XLA_FFI_DEFINE_HANDLER_SYMBOL(clo_select_topk_cuda, clo::run_on_stream,
+                              clo::operands(xla::ffi::Ffi::Bind().Ctx<clo::StreamContext>()),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+#endif

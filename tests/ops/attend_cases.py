@@ -155,15 +155,16 @@ def engine_for(case, kv_offload=True, delay_us=0):
         jax.block_until_ready(
             offload(rows, nothing, case.args["flushed"], layer, token, engine=engine.handle, sink=case.sink)
         )
-        counts = engine.slot_counts(0)
+        counts, tokens = engine.slot_counts(0).copy(), engine.slot_tokens(0).copy()
         for b in range(B):
             for h in range(Ko):
                 counts[b, h] = len(case.slots[b][h])
-                engine.slot_tokens(0)[b, h, : counts[b, h]] = case.slots[b][h]
+                tokens[b, h, : counts[b, h]] = case.slots[b][h]
+        engine.write(0, slot_counts=counts, slot_tokens=tokens)
         if kv_offload:
-            engine.selected_rows(0)[...] = POISON
+            engine.write(0, selected_rows=np.full(engine.selected_rows(0).shape, POISON))
             engine.inject_delay(delay_us, 1)
             slots = np.broadcast_to(np.arange(case.num_slots, dtype=np.int32), (B, Ko, case.num_slots))
-            engine.stage(0, counts, engine.slot_tokens(0), slots)
+            engine.stage(0, counts, tokens, slots)
             engine.post(0)
         yield engine

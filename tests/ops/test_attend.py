@@ -166,7 +166,11 @@ def test_a_batch_equals_its_sequences():
         alone = make(5, B=3, R=32, S=1600, C=1200, position=position, flushed=flushed, counts=1200)
         alone.args = {k: v if k == "weights" else v[b : b + 1] for k, v in alone.args.items()}
         alone.history, alone.slots = alone.history[b : b + 1], alone.slots[b : b + 1]
-        assert_same_bits(run(alone), [x[b : b + 1] for x in together])
+        got, want = run(alone), [x[b : b + 1] for x in together]
+        if jax.default_backend() == "cpu":
+            assert_same_bits(got, want)
+        else:  # the blocks of a GPU share out the rows of all sequences: the cuts move, and with them the rounding
+            check(alone, got, want)
 
 
 @pytest.mark.parametrize("sharpness", (0.0, 30.0, 3000.0))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import signal
 
 import jax.numpy as jnp
@@ -106,7 +107,7 @@ def test_counts_by_refresh(llama):
             metrics[name] = tiny.run(tiny.LLAMA, llama, policy, engine, prompts, 64).metrics()
             assert engine.counters().rows_posted == engine.counters().rows_moved
     for m in metrics.values():
-        assert m.bytes_moved == m.rows_moved * 2 * 16 * 4
+        assert m.bytes_moved == m.rows_moved * 2 * tiny.HEAD_DIM * 4
         assert 0 <= m.hit_rate < 1
     assert metrics["whole"].rows_moved == metrics["whole"].rows_selected
     assert 0 < metrics["delta"].rows_moved < metrics["delta"].rows_selected
@@ -144,7 +145,9 @@ def test_decode_keeps_every_call_and_holds_no_cache_sized_temporary(llama):
     assert calls == {"attend": 3, "prefetch": 2, "offload": 2}
     analysis = compiled.memory_analysis()
     smallest_cache = min(state.layers[2]["codes"].nbytes, state.layers[0]["resident"].nbytes)
-    assert analysis.temp_size_in_bytes < smallest_cache
+    # On a GPU each call has scratch of its own beside its results.
+    scratch = sum(int(n) for n in re.findall(r"u8\[(\d+)\]", " ".join(re.findall(r"= \(.*custom-call\(", text))))
+    assert analysis.temp_size_in_bytes - scratch < smallest_cache
     cache = sum(x.nbytes for layer in state.layers for x in layer.values() if x.size)
     assert analysis.alias_size_in_bytes >= cache
 

@@ -136,6 +136,33 @@ def test_handles_are_reused_and_a_dead_one_is_named():
     third.close()
 
 
+def test_arrays_can_be_overwritten_and_a_program_bracketed():
+    with engine() as e:
+        shape = e.host_rows(0).shape
+        e.write(0, host_rows=np.arange(np.prod(shape)).reshape(shape), slot_counts=[[1, 2], [3, 4]])
+        np.testing.assert_array_equal(e.host_rows(0).reshape(-1), np.arange(np.prod(shape)))
+        np.testing.assert_array_equal(e.slot_counts(0), [[1, 2], [3, 4]])
+        with pytest.raises(ValueError, match=r"slot_counts: got shape \(2,\), wanted shape \(2, 2\)"):
+            e.write(0, slot_counts=[1, 2])
+        with pytest.raises(ValueError, match=r"labels: got shape \(1,\), wanted an array of the layer"):
+            e.write(0, labels=[1])
+        begun = []
+        e.begin = lambda requests: begun.append(requests)
+        for _ in range(3):
+            with e.serving(7, "program"):
+                pass
+        with pytest.raises(KeyError), e.serving(9, "one that fails"):
+            raise KeyError
+        with e.serving(9, "one that fails"):
+            pass
+        assert begun == [7, 7]  # not the first run of a program, nor the first after one that failed
+    with engine() as e:
+        e.begin(3)  # nothing to launch beside a program on the CPU
+        e.end()
+        with pytest.raises(ValueError, match="requests: got 0, wanted a positive integer"):
+            e.begin(0)
+
+
 def test_use_after_close_and_arrays_that_outlive_it():
     e = engine()
     rows = fill(e, 0)

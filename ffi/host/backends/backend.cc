@@ -2,13 +2,34 @@
 
 #include <stdexcept>
 
+#if CLO_CUDA_BUILD
+#include <cuda_runtime_api.h>
+#endif
+
 namespace clo {
+namespace {
+
+#if CLO_CUDA_BUILD
+BackendInfo pull() {
+  int devices = 0;
+  const cudaError_t error = cudaGetDeviceCount(&devices);
+  if (error == cudaSuccess && devices > 0) return {"pull", true, "kernels read pinned host memory"};
+  cudaGetLastError();
+  return {"pull", false, std::string("no GPU: ") + cudaGetErrorString(error)};
+}
+constexpr const char* kLater = "not in this version";
+#else
+BackendInfo pull() { return {"pull", false, "not in this build (needs CUDA)"}; }
+constexpr const char* kLater = "not in this build (needs CUDA)";
+#endif
+
+}  // namespace
 
 std::vector<BackendInfo> list_backends() {
   return {
-      {"pull", false, "not in this build (needs CUDA)"},
-      {"bar", false, "not in this build (needs CUDA)"},
-      {"staged", false, "not in this build (needs CUDA)"},
+      pull(),
+      {"bar", false, kLater},
+      {"staged", false, kLater},
       {"host", true, "copies inside host memory"},
   };
 }

@@ -35,10 +35,10 @@ struct LayerView {
   Request request;
 };
 
-inline int64_t row_bytes(const LayerView& v) { return 2 * v.head_dim * dtype_bytes(v.dtype); }
+constexpr int64_t row_bytes(const LayerView& v) { return 2 * v.head_dim * dtype_bytes(v.dtype); }
 
 // Index of token p's row in a buffer of n rows whose first `sink` rows are pinned to the first tokens and whose rest is
 // a ring. A buffer that holds the whole context (p < n) degenerates to index p.
-inline int64_t ring_index(int64_t p, int64_t sink, int64_t n) { return p < sink ? p : sink + (p - sink) % (n - sink); }
+constexpr int64_t ring_index(int64_t p, int64_t sink, int64_t n) { return p < sink ? p : sink + (p - sink) % (n - sink); }
 
 }  // namespace clo

@@ -1,0 +1,221 @@
+// attend on a GPU, in two launches: every row is read once by a grid of about one block per multiprocessor, which leaves
+// partial results of (block, head) pairs; a second, small kernel merges them. The order of all sums is fixed by the
+// lengths alone.
+#include <algorithm>
+
+#include "clo/softmax_state.h"
+#include "cuda/attend/append.cuh"
+#include "cuda/attend/fma.cuh"
+#include "cuda/attend/merge.cuh"
+#include "cuda/attend/mma.cuh"
+#include "cuda/attend/plan.cuh"
+#include "cuda/attend/rows.cuh"
+#include "cuda/check.h"
+#include "cuda/kernels.h"
+
+namespace clo::cuda {
+namespace {
+
+constexpr int kMaxHeads = 2048;  // B·K: the plan of all heads is in shared memory
+
+// Dynamic shared memory of the row-reading kernel, from its start.
+template <class Tile>
+struct Layout {
+  static constexpr int kStage = Tile::kUnitRows * Tile::kStride;
+  size_t acc, state, scratch, filled, rows, before, total;
+
+  __host__ __device__ Layout(int group, int heads) {
+    constexpr int W = Tile::kWarps;
+    acc = static_cast<size_t>(W) * Tile::kStages * kStage;           // two of [W, G, D + 4], used in turn
+    state = acc + size_t{2} * W * group * (Tile::kDim + 4) * 4;      // two of [W, G]
+    scratch = state + size_t{2} * W * group * 8;
+    scratch = (scratch + 15) / 16 * 16;
+    filled = scratch + static_cast<size_t>(W) * Tile::kScratchBytes;  // [W, stages]
+    rows = filled + static_cast<size_t>(W) * Tile::kStages * 4;
+    before = rows + heads * sizeof(HeadRows);
+    total = before + (heads + 2) * 4;
+  }
+};
+
+// The warps' partial results of one head become the block's fragment.
+template <class Tile>
+__device__ void write_fragment(const AttendArgs& a, size_t slot, const float* acc, const float2* state, int tid) {
+  constexpr int D = Tile::kDim, W = Tile::kWarps, kVectors = D / 4;
+#pragma unroll 1
+  for (int v = tid; v < a.group * kVectors; v += W * 32) {
+    const int q = v / kVectors, d = v % kVectors * 4;
+    float max = -INFINITY, sum = 0;
+    float4 x = make_float4(0, 0, 0, 0);
+#pragma unroll
+    for (int w = 0; w < W; ++w) max = fmaxf(max, state[w * a.group + q].x);
+#pragma unroll
+    for (int w = 0; w < W; ++w) {
+      const float2 s = state[w * a.group + q];
+      const float weight = s.x == max ? 1.0f : power_of_two(s.x - max);
+      const float4 y = *reinterpret_cast<const float4*>(acc + (w * a.group + q) * (D + 4) + d);
+      sum += weight * s.y;
+      x.x += weight * y.x;
+      x.y += weight * y.y;
+      x.z += weight * y.z;
+      x.w += weight * y.w;
+    }
+    const size_t at = slot * a.group + q;
+    *reinterpret_cast<float4*>(a.acc + at * D + d) = x;
+    if (d == 0) a.state[at] = make_float2(max, sum);
+  }
+}
+
+// kWarps warps attend; one more appends.
+template <class Tile>
+__global__ void __launch_bounds__((Tile::kWarps + 1) * 32, 1) read_rows(const __grid_constant__ AttendArgs a) {
+  using T = typename Tile::Element;
+  constexpr int W = Tile::kWarps, D = Tile::kDim;
+  extern __shared__ __align__(128) unsigned char shared[];
+  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
+  launch_dependents();
+  if (warp == W) {
+    append_rows<T, D>(a, blockIdx.x, lane);
+    append_codes<T, D>(a, blockIdx.x, lane);
+    return;
+  }
+
+  const Layout<Tile> layout(a.group, a.batch * a.kv_heads());
+  const LayerView* view = a.offloaded > 0 ? a.view() : nullptr;
+  const char* selected = view == nullptr ? nullptr : static_cast<const char*>(view->selected_rows);
+  auto* rows = reinterpret_cast<HeadRows*>(shared + layout.rows);
+  auto* before = reinterpret_cast<int*>(shared + layout.before);
+  const Plan plan = {before, before + a.heads(0) + 1, rows, rows + a.heads(0)};
+  if (warp == 0) make_plan<Tile::kUnitRows>(a, view == nullptr ? nullptr : view->slot_counts, plan, lane);
+  __shared__ bool ready;
+  if (tid == 32)
+    ready = a.engine.flags == nullptr || (view != nullptr && ready_now(a.engine.flags + a.engine.layer.index[0]));
+  barrier(1, W * 32);
+  const int places[2] = {place_in_line(0, blockIdx.x, a.blocks), place_in_line(1, blockIdx.x, a.blocks)};
+  const Share first = share_of(plan.before(0), a.heads(0), places[0], a.blocks, W, lane);
+  const Share second = share_of(plan.before(1), a.heads(1), places[1], a.blocks, W, lane);
+  RowReader<Tile> reader(a, plan, view, selected, ready, first, second, warp, lane,
+                         shared_address(shared) + warp * Tile::kStages * Layout<Tile>::kStage,
+                         reinterpret_cast<int*>(shared + layout.filled) + warp * Tile::kStages);
+#pragma unroll 1
+  for (int s = 0; s < Tile::kStages; ++s) reader.issue(s);
+
+  Tile tile(a.group, a.scale_log2, lane,
+            reinterpret_cast<float*>(shared + layout.scratch + warp * Tile::kScratchBytes));
+  int slot = 0, next = warp, parity = 0;
+#pragma unroll 1  // of all loops that hold much code: what a block must fetch first is what it waits for
+  for (int line = 0; line < 2; ++line) {
+    const Share share = line == 0 ? first : second;
+    const int* const starts = plan.before(line);
+    const int end = share.begin + share.count, done = line == 0 ? 0 : first.count;
+#pragma unroll 1
+    for (int head = share.head; share.count > 0 && head < a.heads(line) && starts[head] < end; ++head) {
+      if (starts[head] == starts[head + 1]) continue;
+      const int last = done + min(end, starts[head + 1]) - share.begin;
+      tile.begin(static_cast<const T*>(a.query) + static_cast<size_t>(a.kv_head(line, head)) * a.group * D);
+#pragma unroll 1
+      for (; next < last; next += W) {
+        wait_copies<Tile::kStages - 1>();
+        __syncwarp();
+        tile.add(reader.stage(slot), reader.rows(slot));
+        __syncwarp();
+        reader.issue(slot);
+        if (++slot == Tile::kStages) slot = 0;
+      }
+      float* acc = reinterpret_cast<float*>(shared + layout.acc) + parity * W * a.group * (D + 4);
+      float2* state = reinterpret_cast<float2*>(shared + layout.state) + parity * W * a.group;
+      tile.finish(acc + warp * a.group * (D + 4), state + warp * a.group);
+      // One barrier is enough: who comes back to this half has passed the barrier of the other one since.
+      barrier(1, W * 32);
+      write_fragment<Tile>(a, a.first_slot(line) + (line == 0 ? places[0] : places[1]) + head, acc, state, tid);
+      parity ^= 1;
+    }
+  }
+}
+
+// Fragments of both lines: a line of n blocks and h heads has at most n + h.
+size_t slots(const AttendParams& p) { return 2 * kMaxBlocks + p.batch * (p.offloaded_heads + p.resident_heads); }
+
+template <class Tile>
+cudaError_t launch(const AttendArgs& args, cudaStream_t stream) {
+  const int heads = args.batch * (args.offloaded + args.resident);
+  const size_t bytes = Layout<Tile>(args.group, heads).total;
+  CLO_CUDA_RETURN(cudaFuncSetAttribute(read_rows<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       static_cast<int>(bytes)));
+  // Merging blocks come to the multiprocessors beside those that read, if these leave them some shared memory.
+  for (const auto kernel : {read_rows<Tile>, merge_fragments<Tile>})
+    CLO_CUDA_RETURN(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                         cudaSharedmemCarveoutMaxShared));
+  read_rows<Tile><<<args.blocks, (Tile::kWarps + 1) * 32, bytes, stream>>>(args);
+  CLO_CUDA_RETURN(cudaGetLastError());
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = heads * args.group;
+  config.blockDim = kMergeThreads;
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, merge_fragments<Tile>, args);
+}
+
+template <template <int> class Tile>
+cudaError_t launch_dim(int64_t head_dim, const AttendArgs& args, cudaStream_t stream) {
+  switch (head_dim) {
+    case 64: return launch<Tile<64>>(args, stream);
+    case 80: return launch<Tile<80>>(args, stream);
+    case 96: return launch<Tile<96>>(args, stream);
+    case 128: return launch<Tile<128>>(args, stream);
+    case 256: return launch<Tile<256>>(args, stream);
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace
+
+size_t attend_workspace_bytes(const AttendParams& p) {
+  return slots(p) * p.group * (p.head_dim + 2) * 4 + p.batch * p.offloaded_heads * (p.bits / 32) * 4;
+}
+
+cudaError_t attend(const AttendParams& p, const EngineRef& engine, void* workspace, cudaStream_t stream) {
+  const int64_t heads = p.batch * (p.offloaded_heads + p.resident_heads);
+  if (heads < 1 || heads > kMaxHeads || p.group < 1 || p.group > 8 || p.bits % 32 != 0) return cudaErrorInvalidValue;
+  int device, multiprocessors;
+  CLO_CUDA_RETURN(cudaGetDevice(&device));
+  CLO_CUDA_RETURN(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  AttendArgs a{};
+  a.batch = static_cast<int>(p.batch);
+  a.offloaded = static_cast<int>(p.offloaded_heads);
+  a.resident = static_cast<int>(p.resident_heads);
+  a.group = static_cast<int>(p.group);
+  a.words = static_cast<int>(p.bits / 32);
+  a.max_tokens = static_cast<int>(p.max_tokens);
+  a.tail_rows = static_cast<int>(p.tail_rows);
+  a.sink = static_cast<int>(p.sink);
+  a.num_slots = static_cast<int>(p.view.num_slots);
+  a.scale_log2 = p.scale * kLog2E;
+  a.query = p.query;
+  a.key = p.key;
+  a.value = p.value;
+  a.weights = p.weights;
+  a.mean = p.mean;
+  a.position = p.position;
+  a.flushed = p.flushed;
+  a.resident_rows = static_cast<char*>(p.resident);
+  a.tail = static_cast<char*>(p.tail);
+  a.codes = p.codes;
+  a.factors = p.factors;
+  a.out = p.out;
+  a.lse = p.lse;
+  a.engine = engine;
+  // The transfer kernel has its multiprocessors to itself; where rows stay put all the same, so that offloading does not
+  // move the cuts and with them the rounding.
+  a.blocks = std::clamp(multiprocessors - (p.offloaded_heads > 0 ? kTransferBlocks : 0), 1, kMaxBlocks);
+  a.acc = static_cast<float*>(workspace);
+  a.state = reinterpret_cast<float2*>(a.acc + slots(p) * p.group * p.head_dim);
+  a.magnitudes = reinterpret_cast<float*>(a.state + slots(p) * p.group);
+  return p.dtype == DType::kBF16 ? launch_dim<MmaTile>(p.head_dim, a, stream)
+                                 : launch_dim<FmaTile>(p.head_dim, a, stream);
+}
+
+}  // namespace clo::cuda

@@ -1,0 +1,160 @@
+// Who attends to which rows.
+//
+// Rows are read in units of a few consecutive rows of one head's segment. Two lines of units exist: the resident heads'
+// (line 0), and the offloaded heads', each head's sink and tail rows before its selected ones (line 1). Each line is cut
+// into equal contiguous ranges, one a block, so that every block has its share of what needs no transfer before it waits
+// for one. A range touches one or more heads; what a block finds out about one head in one line is a fragment, and the
+// fragments of a line, in order, have growing slots in the workspace.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "cuda/kernels.h"
+
+namespace clo::cuda {
+
+constexpr int kMaxBlocks = 256;
+
+struct AttendArgs {
+  int batch, offloaded, resident, group, words;  // words = R / 32
+  int max_tokens, tail_rows, sink, num_slots;
+  float scale_log2;
+  const void* query;
+  const void* key;
+  const void* value;
+  const float* weights;
+  const float* mean;
+  const int32_t* position;
+  const int32_t* flushed;
+  char* resident_rows;
+  char* tail;
+  uint32_t* codes;
+  uint16_t* factors;
+  void* out;
+  float* lse;
+  EngineRef engine;
+  int blocks;         // of the grid that reads rows
+  float* acc;         // [slots, G, D] of the fragments
+  float2* state;      // [slots, G] largest score and sum
+  float* magnitudes;  // [B, Ko, words] Σ |projection| over 32 bits
+
+  __device__ int kv_heads() const { return offloaded + resident; }
+  __device__ int heads(int line) const { return batch * (line == 0 ? resident : offloaded); }
+  __device__ const LayerView* view() const { return engine.layer.views + engine.layer.index[0]; }
+
+  // Head i of a line among all: b·K + KV head.
+  __device__ int kv_head(int line, int i) const {
+    return line == 0 ? i / resident * kv_heads() + offloaded + i % resident
+                     : i / offloaded * kv_heads() + i % offloaded;
+  }
+
+  // Positions are data that nobody has checked. Those that lead outside of the buffers make a sequence's results NaN, and
+  // are told in the error word when there is one.
+  __device__ bool valid(int b) const {
+    const int p = position[b], f = flushed[b];
+    if (p < 0 || p >= max_tokens) return false;
+    return offloaded == 0 || (f >= 0 && f <= p + 1 && p + 1 - max(sink, f) <= tail_rows - sink);
+  }
+
+  __device__ size_t first_slot(int line) const { return line == 0 ? 0 : blocks + heads(0); }
+};
+
+// Rows of one head of a line: of its resident or tail segment, and of its selected one.
+struct HeadRows {
+  int dense, selected;
+};
+
+__device__ inline HeadRows rows_of(const AttendArgs& a, int line, int i, const int32_t* slot_counts) {
+  const int b = i / (line == 0 ? a.resident : a.offloaded), end = a.position[b] + 1;
+  const int flushed = a.flushed[b], selected = line == 0 ? 0 : slot_counts[i];
+  if (!a.valid(b)) return {0, 0};
+  if (line == 0) return {end, 0};
+  return {min(a.sink, end) + max(0, end - max(a.sink, flushed)), min(max(selected, 0), a.num_slots)};
+}
+
+template <int UnitRows>
+__device__ inline int units_of(HeadRows rows) {
+  return (rows.dense + UnitRows - 1) / UnitRows + (rows.selected + UnitRows - 1) / UnitRows;
+}
+
+// `units` cut into contiguous ranges that differ by at most one; no range is empty.
+struct Split {
+  int units, blocks, each, extra;
+
+  __device__ Split(int units_, int grid, int warps) : units(units_), blocks(min(grid, (units_ + warps - 1) / warps)) {
+    each = blocks > 0 ? units / blocks : 0;
+    extra = units - each * blocks;
+  }
+  __device__ int begin(int block) const { return block < blocks ? block * each + min(block, extra) : units; }
+  __device__ int owner(int unit) const {
+    const int large = extra * (each + 1);
+    return unit < large ? unit / (each + 1) : extra + (unit - large) / each;
+  }
+};
+
+// Block of the grid -> its place in a line. The lines begin at opposite ends, so that short ones do not meet.
+__device__ inline int place_in_line(int line, int block, int blocks) { return line == 0 ? block : blocks - 1 - block; }
+
+// In shared memory.
+struct Plan {
+  int *before_first, *before_second;     // [heads + 1] units before each head of the line, and of all
+  HeadRows *rows_first, *rows_second;    // [heads]
+
+  __device__ int* before(int line) const { return line == 0 ? before_first : before_second; }
+  __device__ HeadRows* rows(int line) const { return line == 0 ? rows_first : rows_second; }
+};
+
+// A block's units of a line, and the head that the first is of.
+struct Share {
+  int begin, count, head;
+};
+
+// By one warp.
+template <int UnitRows>
+__device__ void make_plan(const AttendArgs& a, const int32_t* slot_counts, const Plan& plan, int lane) {
+#pragma unroll 1
+  for (int line = 0; line < 2; ++line) {
+    const int heads = a.heads(line);
+    int total = 0;
+#pragma unroll 1
+    for (int first = 0; first < heads; first += 32) {
+      const int i = first + lane;
+      const HeadRows rows = i < heads ? rows_of(a, line, i, slot_counts) : HeadRows{0, 0};
+      const int units = units_of<UnitRows>(rows);
+      int sum = units;
+#pragma unroll
+      for (int offset = 1; offset < 32; offset <<= 1) {
+        const int other = __shfl_up_sync(~0u, sum, offset);
+        if (lane >= offset) sum += other;
+      }
+      if (i < heads) {
+        plan.before(line)[i] = total + sum - units;
+        plan.rows(line)[i] = rows;
+      }
+      total += __shfl_sync(~0u, sum, 31);
+    }
+    if (lane == 0) plan.before(line)[heads] = total;
+  }
+}
+
+// The share of the block at that place in the line, by one warp.
+__device__ inline Share share_of(const int* before, int heads, int place, int grid, int warps, int lane) {
+  if (before[heads] == 0) return {0, 0, 0};
+  const Split split(before[heads], grid, warps);
+  Share share = {split.begin(place), 0, 0};
+  share.count = split.begin(place + 1) - share.begin;
+#pragma unroll 1
+  for (int first = 0; share.count > 0 && first < heads; first += 32) {
+    const int i = first + lane;
+    const unsigned here = __ballot_sync(~0u, i < heads && before[i] <= share.begin && share.begin < before[i + 1]);
+    if (here != 0) {
+      share.head = first + __ffs(here) - 1;
+      break;
+    }
+  }
+  return share;
+}
+
+}  // namespace clo::cuda

@@ -1,0 +1,64 @@
+// Which heads of a selection have anything to select.
+#pragma once
+
+#include "cuda/select_topk.cuh"
+
+namespace clo::cuda {
+
+__device__ __forceinline__ bool takes_part(const SelectTopkParams& p, int bh) {
+  const bool skip = p.skip[bh];  // read beside the others, not before them
+  return selected(p, bh / static_cast<int>(p.kv_heads)) > 0 && !skip;
+}
+
+// The heads that select, found by every warp for itself.
+class Heads {
+ public:
+  __device__ explicit Heads(const SelectTopkParams& p) : p_(p), all_(static_cast<int>(p.batch * p.kv_heads)) {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) held_[i] = mask(i * 32);
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) count_ += __popc(held_[i]);
+    for (int first = kHeld * 32; first < all_; first += 32) count_ += __popc(mask(first));
+  }
+
+  __device__ int count() const { return count_; }
+
+  // The n-th, 0 <= n < count().
+  __device__ int nth(int n) const {
+    int before = 0;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int head = find(held_[i], i * 32, n - before);
+      if (head >= 0) return head;
+      before += __popc(held_[i]);
+    }
+    for (int first = kHeld * 32; first < all_; first += 32) {
+      const uint32_t heads = mask(first);
+      const int head = find(heads, first, n - before);
+      if (head >= 0) return head;
+      before += __popc(heads);
+    }
+    return -1;
+  }
+
+ private:
+  static constexpr int kHeld = 4;
+
+  __device__ uint32_t mask(int first) const {
+    const int head = first + static_cast<int>(threadIdx.x % 32);
+    return __ballot_sync(~0u, head < all_ && takes_part(p_, min(head, all_ - 1)));
+  }
+
+  __device__ static int find(uint32_t heads, int first, int n) {
+    const int lane = threadIdx.x % 32;
+    const bool mine = (heads >> lane & 1) && __popc(heads & ((1u << lane) - 1)) == n;
+    const uint32_t found = __ballot_sync(~0u, mine);
+    return found != 0 ? first + __ffs(found) - 1 : -1;
+  }
+
+  const SelectTopkParams& p_;
+  int all_, count_ = 0;
+  uint32_t held_[kHeld];
+};
+
+}  // namespace clo::cuda

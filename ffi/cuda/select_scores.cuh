@@ -1,0 +1,241 @@
+// Scores of keys against the query heads of one group, as 16-bit ranks: the smaller, the better.
+//
+// hata and sign are both sums over the set bits of a code of small integers, one a bit and query: for sign the query's
+// levels in [-7, 7]; for hata, where all queries of the group count alike, G - 2n of a bit that n queries have set (the
+// distance of the key grows by that when its bit is set), halved for an even G, whose distances all have one parity. Such
+// integers are four bit planes of weight 1, 2, 4 and -8, and binary tensor-core products count the bits of code AND plane:
+// m16n8k256, rows = keys, columns = planes, depth = 8 code words of which lane % 4 holds two.
+#pragma once
+
+#include "clo/params.h"
+#include "cuda/select_query.cuh"
+
+namespace clo::cuda {
+
+constexpr int kStep = 64;         // keys that a warp scores at a time
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ void multiply(int (&d)[4], const uint32_t (&a)[4], uint2 b) {
+  asm("mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.and.popc {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
+}
+
+// Rank of a score >= 0, by the 16 leading bits of its value.
+__device__ __forceinline__ uint16_t score_rank(float score) {
+  return static_cast<uint16_t>(0xffffu - (__float_as_uint(score) >> 15));
+}
+
+// Column fragments of one 8-word block of the planes, from registers (256 bits) or shared memory.
+template <Retriever kRetriever, int kSets>
+struct Columns {
+  static constexpr int kCount = kRetriever == Retriever::kHata ? 2 : 2 * kSets;
+
+  // Fragment i. hata: columns 4i to 4i + 3 are the planes, for every other 16 keys. sign: columns 2q and 2q + 1 are planes
+  // 2(i % 2) and the next of query q + 4(i / 2), so that one lane has all planes of a query.
+  __device__ static uint2 load(const uint32_t* planes, int words, int block, int i) {
+    const int lane = threadIdx.x % 32, column = lane / 4, w = block * 8 + lane % 4 * 2;
+    const uint32_t* at;
+    if constexpr (kRetriever == Retriever::kHata) {
+      if (column / 4 != i) return {0, 0};
+      at = planes + column % 4 * words;
+    } else {
+      at = planes + ((column / 2 + 4 * (i / 2)) * kPlanes + i % 2 * 2 + column % 2) * words;
+    }
+    return {w < words ? at[w] : 0, w + 1 < words ? at[w + 1] : 0};
+  }
+};
+
+// 256-bit codes on their way to shared memory, `slots` steps ahead of their scoring. Each warp has slots of its own.
+class CodeRing {
+ public:
+  static constexpr int kSlotBytes = kWarps * kStep * 32;  // of all warps
+  static constexpr int kMaxSlots = 3;
+
+  __device__ CodeRing(unsigned char* memory, int slots, const uint32_t* codes, int n)
+      : memory_(memory + threadIdx.x / 32 * kStep * 32), slots_(slots), codes_(codes), n_(n) {}
+
+  // Starts the copies of the first steps.
+  __device__ void start() const {
+    for (int step = 0; step < slots_; ++step) fetch(step);
+  }
+
+  // Waits for the step's codes, gets this lane's words of keys 8·l + lane / 4, and starts the copy that takes their slot.
+  __device__ __forceinline__ void take(int step, uint2 (&words)[kStep / 8]) const {
+    if (slots_ == 1) asm volatile("cp.async.wait_group 0;" ::: "memory");
+    else if (slots_ == 2) asm volatile("cp.async.wait_group 1;" ::: "memory");
+    else asm volatile("cp.async.wait_group 2;" ::: "memory");
+    __syncwarp();
+    const uint2* from = reinterpret_cast<const uint2*>(memory_ + step % slots_ * kSlotBytes) + threadIdx.x % 32;
+#pragma unroll
+    for (int l = 0; l < kStep / 8; ++l) words[l] = from[l * 32];
+    __syncwarp();
+    fetch(step + slots_);
+  }
+
+ private:
+  __device__ __forceinline__ void fetch(int step) const {
+    const int lane = threadIdx.x % 32, first = (step * kWarps + static_cast<int>(threadIdx.x / 32)) * kStep;
+    const uint32_t to = shared_address(memory_ + step % slots_ * kSlotBytes) + lane * 16;
+    const uint32_t* from = codes_ + static_cast<int64_t>(first) * 8 + lane * 4;
+#pragma unroll
+    for (int i = 0; i < kStep / 16; ++i)
+      if (first + i * 16 + lane / 2 < n_)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i * 512), "l"(from + i * 128) : "memory");
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+
+  unsigned char* memory_;
+  int slots_;
+  const uint32_t* codes_;
+  int n_;
+};
+
+// Ranks of keys [0, n) by code: put(key, rank) for each, by any thread. kFast: 256 bits, and `ring` has been started.
+template <Retriever kRetriever, int kSets, bool kFast, typename Put>
+__device__ void score_codes(const uint32_t* codes, const uint16_t* factors, int words, int n, const GroupQuery& s,
+                            const CodeRing& ring, Put put) {
+  using C = Columns<kRetriever, kSets>;
+  constexpr bool kHata = kRetriever == Retriever::kHata;
+  constexpr int kGroups = kStep / 16;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, column = lane % 4;
+  uint2 held[kFast ? C::kCount : 1];
+  if constexpr (kFast) {
+#pragma unroll
+    for (int i = 0; i < C::kCount; ++i) held[i] = C::load(s.planes, 8, 0, i);
+  }
+
+  float slopes[kSets], offsets[kSets];
+  int sums[kSets];
+#pragma unroll
+  for (int set = 0; set < kSets; ++set) {
+    slopes[set] = s.facts->slopes[column + 4 * set];
+    offsets[set] = s.facts->offsets[column + 4 * set];
+    sums[set] = s.facts->sums[column + 4 * set];
+  }
+  const int base = s.facts->base, low = column % 2 ? 4 : 1, high = column % 2 ? -8 : 2;
+
+  uint16_t ahead[2] = {};  // factors of the next step
+  const auto fetch_factors = [&](int first) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int key = first + i * 32 + lane;
+      ahead[i] = key < n ? __ldcs(factors + key) : 0;
+    }
+  };
+  if constexpr (!kHata) fetch_factors(warp * kStep);
+  for (int step = 0, first = warp * kStep; first < n; ++step, first += kWarps * kStep) {
+    float halves[2] = {};
+    if constexpr (!kHata) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) halves[i] = __half2float(__ushort_as_half(ahead[i]));
+      fetch_factors(first + kWarps * kStep);
+    }
+    uint2 code[kFast ? kStep / 8 : 1];
+    if constexpr (kFast) ring.take(step, code);
+    float scores[kGroups][2];
+    int counts[4] = {};
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      int products[kHata ? 1 : 2 * kSets][4] = {};
+      const int blocks = kFast ? 1 : (words + 7) / 8;
+      for (int block = 0; block < blocks; ++block) {
+        uint32_t a[4];
+        if constexpr (kFast) {
+          a[0] = code[2 * group].x;
+          a[1] = code[2 * group + 1].x;
+          a[2] = code[2 * group].y;
+          a[3] = code[2 * group + 1].y;
+        } else {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int key = first + group * 16 + i % 2 * 8 + row, w = block * 8 + column * 2 + i / 2;
+            a[i] = key < n && w < words ? codes[static_cast<int64_t>(key) * words + w] : 0;
+          }
+        }
+        if constexpr (kHata) {
+          multiply(counts, a, kFast ? held[group % 2] : C::load(s.planes, words, block, group % 2));
+        } else {
+#pragma unroll
+          for (int i = 0; i < C::kCount; ++i)
+            multiply(products[i], a, kFast ? held[kFast ? i : 0] : C::load(s.planes, words, block, i));
+        }
+      }
+      if constexpr (kHata) {
+        if (group % 2 == 1) {
+          // A lane pair has all planes of one key each once they have exchanged halves.
+          const int x = low * counts[0] + high * counts[1], y = low * counts[2] + high * counts[3];
+          const int rank = __shfl_xor_sync(~0u, column % 2 ? x : y, 1) + (column % 2 ? y : x) + base;
+          const int key = first + (group - 1) * 16 + column / 2 * 16 + column % 2 * 8 + row;
+          if (key < n) put(key, static_cast<uint16_t>(rank));
+#pragma unroll
+          for (int i = 0; i < 4; ++i) counts[i] = 0;
+        }
+      } else {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float factor = __shfl_sync(~0u, halves[group / 2], group % 2 * 16 + half * 8 + row);
+          float score = 0;
+#pragma unroll
+          for (int set = 0; set < kSets; ++set) {
+            const int(&low_planes)[4] = products[2 * set];
+            const int(&high_planes)[4] = products[2 * set + 1];
+            const int sum = low_planes[2 * half] + 2 * low_planes[2 * half + 1] + 4 * high_planes[2 * half] -
+                            8 * high_planes[2 * half + 1];
+            score += clamped_exp(slopes[set] * factor * static_cast<float>(2 * sum - sums[set]) + offsets[set]);
+          }
+          scores[group][half] = score;
+        }
+      }
+    }
+    if constexpr (!kHata) {
+      // Sums over the four lanes of a key, scattered: each lane ends up with the keys of one group of 16.
+      float two[2][2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float keep = column / 2 ? scores[2 + i][half] : scores[i][half];
+          const float give = column / 2 ? scores[i][half] : scores[2 + i][half];
+          two[i][half] = keep + __shfl_xor_sync(~0u, give, 2);
+        }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float keep = column % 2 ? two[1][half] : two[0][half], give = column % 2 ? two[0][half] : two[1][half];
+        const float score = keep + __shfl_xor_sync(~0u, give, 1);
+        const int key = first + column * 16 + half * 8 + row;
+        if (key < n) put(key, score_rank(score));
+      }
+    }
+  }
+}
+
+// Ranks of keys [0, n) by their rows [n, 2, D]: eight lanes a key.
+template <int kSets, typename T, typename Put>
+__device__ void score_rows(const T* rows, int D, int n, const GroupQuery& s, Put put) {
+  constexpr int kQueries = 4 * kSets, kVector = 16 / sizeof(T);
+  const int lane = threadIdx.x % 32, part = lane % 8;
+  for (int first = threadIdx.x / 32 * 4; first < n; first += kWarps * 4) {
+    const int key = first + lane / 8;
+    float dots[kQueries] = {};
+    if (key < n) {
+      const T* x = rows + static_cast<int64_t>(key) * 2 * D;
+      for (int d = part * kVector; d < D; d += 8 * kVector) {
+        alignas(16) T values[kVector];
+        *reinterpret_cast<uint4*>(values) = *reinterpret_cast<const uint4*>(x + d);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i)
+#pragma unroll
+          for (int g = 0; g < kQueries; ++g) dots[g] = fmaf(s.query[(d + i) * kQueries + g], widen(values[i]), dots[g]);
+      }
+    }
+    float score = 0;
+#pragma unroll
+    for (int g = 0; g < kQueries; ++g) score += clamped_exp(s.facts->slopes[g] * warp_sum<8>(dots[g]) + s.facts->offsets[g]);
+    if (part == 0 && key < n) put(key, score_rank(score));
+  }
+}
+
+}  // namespace clo::cuda

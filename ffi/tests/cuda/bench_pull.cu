@@ -1,0 +1,250 @@
+// Times of backend pull, each beside its control of the same run. One line a figure, tab-separated: name, value, unit,
+// name of the control, control, goal ("-" where there is none). clo_jax/bench/native.py makes a results file of them.
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "cuda/check.h"
+#include "cuda/flags.cuh"
+#include "cuda/pull.h"
+#include "host/engine.h"
+
+using namespace clo;
+
+namespace {
+
+constexpr int64_t kLayers = 4, kHeads = 8, kTokens = 131072, kSelected = 13107, kHeadDim = 128;
+constexpr int kRounds = 6, kRepeats = 5;
+constexpr int64_t kStreamBytes = int64_t{4} << 30;
+
+void row(const char* name, double value, const char* unit, const char* control_name, double control,
+         const char* goal) {
+  std::printf("%s\t%.6g\t%s\t%s\t%.6g\t%s\n", name, value, unit, control_name, control, goal);
+}
+
+__global__ void wait_kernel(cuda::EngineRef engine) {
+  cuda::wait_ready(engine.flags + *engine.layer.index, engine.timeout_ns, engine.error);
+}
+
+__global__ void stream_read(const uint4* data, uint4* sink, int64_t n) {
+  uint4 sum = {0, 0, 0, 0};
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n; i += int64_t{gridDim.x} * blockDim.x) {
+    const uint4 v = data[i];
+    sum.x ^= v.x, sum.y ^= v.y, sum.z ^= v.z, sum.w ^= v.w;
+  }
+  if (sum.x == 0x12345678u) *sink = sum;
+}
+
+struct Timer {
+  Timer() {
+    CLO_CUDA_CHECK(cudaEventCreate(&a));
+    CLO_CUDA_CHECK(cudaEventCreate(&b));
+  }
+  void start(cudaStream_t s) { CLO_CUDA_CHECK(cudaEventRecord(a, s)); }
+  void stop(cudaStream_t s) { CLO_CUDA_CHECK(cudaEventRecord(b, s)); }
+  double seconds() {
+    CLO_CUDA_CHECK(cudaEventSynchronize(b));
+    float ms = 0;
+    CLO_CUDA_CHECK(cudaEventElapsedTime(&ms, a, b));
+    return ms * 1e-3;
+  }
+  cudaEvent_t a, b;
+};
+
+struct Bench {
+  Bench() : engine(config()) {
+    CLO_CUDA_CHECK(cudaStreamCreateWithFlags(&program, cudaStreamNonBlocking));
+    CLO_CUDA_CHECK(cudaStreamCreateWithFlags(&neighbour, cudaStreamNonBlocking));
+    CLO_CUDA_CHECK(cudaMalloc(&numbers, kLayers * 4));
+    CLO_CUDA_CHECK(cudaMalloc(&stream_data, kStreamBytes));
+    CLO_CUDA_CHECK(cudaMemset(stream_data, 1, kStreamBytes));
+    int32_t n[kLayers];
+    for (int32_t i = 0; i < kLayers; ++i) n[i] = i;
+    CLO_CUDA_CHECK(cudaMemcpy(numbers, n, sizeof n, cudaMemcpyHostToDevice));
+    CLO_CUDA_CHECK(cudaDeviceSynchronize());
+    cudaFuncAttributes attributes;
+    CLO_CUDA_CHECK(cudaFuncGetAttributes(&attributes, wait_kernel));
+    CLO_CUDA_CHECK(cudaFuncGetAttributes(&attributes, stream_read));
+  }
+  static EngineConfig config() {
+    EngineConfig c;
+    c.kv_heads.assign(kLayers, kHeads);
+    c.batch = 1;
+    c.max_tokens = kTokens;
+    c.num_slots = kSelected;
+    c.head_dim = kHeadDim;
+    c.dtype = DType::kBF16;
+    c.backend = "pull";
+    return c;
+  }
+  cuda::EngineRef of(int64_t layer) const {
+    cuda::EngineRef r = *engine.device();
+    r.layer.index = numbers + layer;
+    return r;
+  }
+  // A fresh random set of `count` ascending tokens for every head.
+  void stage(int64_t count) {
+    for (int64_t l = 0; l < kLayers; ++l) {
+      std::vector<int32_t> counts(kHeads, static_cast<int32_t>(count)), tokens(kHeads * kSelected, 0), slots(tokens);
+      for (int64_t h = 0; h < kHeads; ++h) {
+        std::vector<int32_t> all(kTokens);
+        for (int32_t t = 0; t < kTokens; ++t) all[static_cast<size_t>(t)] = t;
+        std::shuffle(all.begin(), all.end(), random);
+        std::sort(all.begin(), all.begin() + count);
+        for (int64_t i = 0; i < count; ++i) {
+          tokens[static_cast<size_t>(h * kSelected + i)] = all[static_cast<size_t>(i)];
+          slots[static_cast<size_t>(h * kSelected + i)] = static_cast<int32_t>(i);
+        }
+      }
+      const Request& r = engine.layer(l).request;
+      engine.copy(r.counts, counts.data(), kHeads * 4);
+      engine.copy(r.tokens, tokens.data(), kHeads * kSelected * 4);
+      engine.copy(r.slots, slots.data(), kHeads * kSelected * 4);
+    }
+  }
+  void post_rounds(int rounds) {
+    for (int i = 0; i < rounds; ++i)
+      for (int64_t l = 0; l < kLayers; ++l) {
+        CLO_CUDA_CHECK(cuda::post_request(of(l), program));
+        CLO_CUDA_CHECK(cuda::serve_posted(of(l), program));
+        wait_kernel<<<1, 1, 0, program>>>(of(l));
+      }
+  }
+  double pull_seconds(bool resident, int rounds) {
+    Timer t;
+    if (resident) engine.begin(rounds * kLayers);
+    t.start(program);
+    post_rounds(rounds);
+    t.stop(program);
+    const double s = t.seconds();
+    finish();
+    return s;
+  }
+  void finish() {
+    const std::string why = engine.end();
+    if (why.empty()) return;
+    std::fprintf(stderr, "%s\n", why.c_str());
+    std::exit(1);
+  }
+  double read_seconds(int times) {
+    Timer t;
+    t.start(neighbour);
+    for (int i = 0; i < times; ++i)
+      stream_read<<<132 * 4, 512, 0, neighbour>>>(static_cast<const uint4*>(stream_data),
+                                                  static_cast<uint4*>(stream_data), kStreamBytes / 16);
+    t.stop(neighbour);
+    return t.seconds();
+  }
+
+  Engine engine;
+  std::mt19937_64 random{1};
+  cudaStream_t program, neighbour;
+  int32_t* numbers;
+  void* stream_data;
+};
+
+double best(const std::vector<double>& v) { return *std::min_element(v.begin(), v.end()); }
+
+}  // namespace
+
+int main() {
+  Bench b;
+  const int64_t layer_rows = kHeads * kTokens * 512, moved = kHeads * kSelected * 512;
+  {  // every page written, not all the same
+    std::vector<std::thread> threads;
+    for (int64_t l = 0; l < kLayers; ++l)
+      threads.emplace_back([&b, l, layer_rows] {
+        auto* words = static_cast<uint64_t*>(b.engine.layer(l).host_rows);
+        for (int64_t i = 0; i < layer_rows / 8; ++i) words[i] = static_cast<uint64_t>(i) * 0x9e3779b97f4a7c15ull;
+      });
+    for (std::thread& t : threads) t.join();
+  }
+  // Control: the same bytes, contiguous, by the copy engine.
+  void* device = nullptr;
+  CLO_CUDA_CHECK(cudaMalloc(&device, static_cast<size_t>(layer_rows)));
+  const auto copy_rate = [&](bool up) {
+    std::vector<double> s;
+    for (int i = 0; i < kRepeats; ++i) {
+      Timer t;
+      void* host = b.engine.layer(i % kLayers).host_rows;
+      t.start(b.program);
+      CLO_CUDA_CHECK(cudaMemcpyAsync(up ? device : host, up ? host : device, static_cast<size_t>(layer_rows),
+                                     cudaMemcpyDefault, b.program));
+      t.stop(b.program);
+      s.push_back(t.seconds());
+    }
+    return static_cast<double>(layer_rows) / best(s) / 1e9;
+  };
+  const double h2d = copy_rate(true);
+  b.stage(kSelected);
+  for (bool resident : {true, false}) {
+    std::vector<double> s;
+    for (int i = 0; i < kRepeats; ++i) s.push_back(b.pull_seconds(resident, kRounds) / (kRounds * kLayers));
+    row(resident ? "pull, resident, 4 blocks: 512-byte rows, 10 % of 128K tokens x 8 heads"
+                 : "pull, in line, 8 blocks: the same rows",
+        static_cast<double>(moved) / best(s) / 1e9, "GB/s", "contiguous cudaMemcpyAsync to the device", h2d,
+        resident ? ">= 0.90" : "-");
+  }
+  {  // an HBM-bound neighbour
+    const int reads = 20;
+    b.read_seconds(2);
+    std::vector<double> alone, beside, pull;
+    for (int i = 0; i < 3; ++i) alone.push_back(b.read_seconds(reads));
+    for (int i = 0; i < 3; ++i) {
+      const int rounds = 10;  // longer than the reads
+      Timer t;
+      b.engine.begin(rounds * kLayers);
+      t.start(b.program);
+      b.post_rounds(rounds);
+      t.stop(b.program);
+      beside.push_back(b.read_seconds(reads));
+      pull.push_back(t.seconds());
+      b.finish();
+    }
+    const double bytes = static_cast<double>(kStreamBytes) * reads / 1e9;
+    row("HBM-bound kernel beside pull", bytes / best(beside), "GB/s", "the same kernel alone", bytes / best(alone),
+        ">= 0.90");
+    row("pull beside an HBM-bound kernel", static_cast<double>(moved) * 10 * kLayers / best(pull) / 1e9, "GB/s",
+        "contiguous cudaMemcpyAsync to the device", h2d, "-");
+    row("time of that pull to time of the kernel beside it", best(pull) / best(beside), "ratio", "-", 0, "-");
+  }
+  for (int64_t rows : {1, 0}) {  // latency: a request of one row a head, and an empty one
+    b.stage(rows);
+    std::vector<double> s;
+    for (int i = 0; i < kRepeats; ++i) s.push_back(b.pull_seconds(true, 50) / (50 * kLayers));
+    row(rows ? "post, one row a head, ready" : "post, nothing to move, ready", best(s) * 1e6, "us", "-", 0, "-");
+  }
+  {  // offload of a prefilled layer
+    const double d2h = copy_rate(false);
+    std::vector<int32_t> range{0, static_cast<int32_t>(kTokens)};
+    int32_t* ends = nullptr;
+    CLO_CUDA_CHECK(cudaMalloc(&ends, 8));
+    CLO_CUDA_CHECK(cudaMemcpy(ends, range.data(), 8, cudaMemcpyHostToDevice));
+    OffloadParams p{1, kHeads, kTokens, kHeadDim, 4, DType::kBF16, device, ends, ends + 1, b.engine.layer(0)};
+    std::vector<double> s;
+    for (int i = 0; i < kRepeats; ++i) {
+      Timer t;
+      t.start(b.program);
+      CLO_CUDA_CHECK(cuda::offload(p, b.of(i % kLayers), b.program));
+      t.stop(b.program);
+      s.push_back(t.seconds());
+    }
+    row("offload of a layer: 128K tokens x 8 heads, 512-byte rows", static_cast<double>(layer_rows) / best(s) / 1e9,
+        "GB/s", "contiguous cudaMemcpyAsync to the host", d2h, ">= 0.90");
+    p.end = ends;
+    s.clear();
+    for (int i = 0; i < kRepeats; ++i) {
+      Timer t;
+      t.start(b.program);
+      for (int n = 0; n < 100; ++n) CLO_CUDA_CHECK(cuda::offload(p, b.of(0), b.program));
+      t.stop(b.program);
+      s.push_back(t.seconds() / 100);
+    }
+    row("offload of nothing", best(s) * 1e6, "us", "-", 0, "-");
+  }
+  b.finish();
+  return 0;
+}
