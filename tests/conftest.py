@@ -7,5 +7,6 @@ import jax
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# A test run that a script starts in the background inherits an ignored SIGINT; the tests of Ctrl-C need Python's handler.
+# A test run that a script starts in the background inherits an ignored SIGINT; the tests of Ctrl-C need Python's
+# handler.
 signal.signal(signal.SIGINT, signal.default_int_handler)
