@@ -77,7 +77,7 @@ class CloConfig:
     retain: float = 1.5  # c: the buffer of a head holds ceil(c · k) rows
     sim_threshold: float = 0.8  # eta, the paper's base cosine threshold; 1 or more refreshes at every step
     importance_power: float = 3.0  # n
-    reuse_margin: float = 0.1  # epsilon
+    reuse_margin: float = 0.1  # epsilon of the planner (`cache.plan`); resident_heads is what it results in
     sink_tokens: int = 4
     recent_tokens: int = 64  # at least this many newest tokens are attended exactly
     flush_tokens: int = 64  # block that leaves the tail for the host at once

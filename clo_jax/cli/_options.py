@@ -102,7 +102,10 @@ SimThreshold = Annotated[
     float | None, _clo("--sim-threshold", help="Cosine that counts as a hit; 1 refreshes always.", default="0.8")
 ]
 ImportancePower = Annotated[float | None, _clo("--importance-power", help="n of Eq. 8.", default="3")]
-ReuseMargin = Annotated[float | None, _clo("--reuse-margin", help="epsilon of Eq. 9.", default="0.1")]
+ReuseMargin = Annotated[
+    float | None,
+    _clo("--reuse-margin", help="epsilon of Eq. 11, of the planner: no effect until a plan is made.", default="0.1"),
+]
 HashBits = Annotated[int | None, _clo("--hash-bits", help="Bits of a key's code, multiple of 32.", default="256")]
 SinkTokens = Annotated[int | None, _clo("--sink-tokens", help="First tokens, always attended.", default="4")]
 RecentTokens = Annotated[
