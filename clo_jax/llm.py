@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from clo_jax import checkpoints, memory, prompts
-from clo_jax.cache.layout import CacheLayout
+from clo_jax.cache.layout import ENGINE_PARTS, CacheLayout
 from clo_jax.config import Attention, CloConfig
 from clo_jax.errors import CloError
 from clo_jax.generate import bucket_length
@@ -194,18 +194,23 @@ class LLM:
         return neutral_scores(layout) if self._head_scores is None else given_scores(layout, self._head_scores)
 
     def _prepare(self, batch: int, longest: int) -> tuple[Policy, Any]:
-        """Policy and tables for a batch size; the engine of another batch size is closed first."""
-        if self._prepared is not None and self._prepared[0] == batch:
-            return self._prepared[1:]
-        if self._engine is not None:
+        """Policy and tables for a batch size; the engine of another batch size is closed first.
+
+        Raises:
+          MemoryPlanError: what is not allocated yet does not fit, `longest` tokens of prefill included.
+        """
+        layout, ready = self._layout(batch), self._prepared is not None and self._prepared[0] == batch
+        if self._engine is not None and not ready:
             self._engine.close()
-        self._engine = self._prepared = None
-        layout = self._layout(batch)
+            self._engine = self._prepared = None
         workspace = batch * bucket_length(longest, self.max_context) * layout.itemsize * (
             3 * self.config.hidden_size + (4 * self.config.num_heads + 4 * self.config.num_kv_heads) * layout.head_dim
         )  # fmt: skip
-        parts = {"device KV": sum(layout.device_bytes().values()), "host KV": layout.host_bytes(), "prefill": workspace}
-        memory.require(parts, memory.available_host_bytes())
+        parts = layout.device_bytes() | {"host rows": layout.host_bytes(), "prefill": workspace}
+        need = {name: size for name, size in parts.items() if not (ready and name in ENGINE_PARTS)}
+        memory.require(need, memory.available_host_bytes())
+        if ready:
+            return self._prepared[1:]
         policy: Policy
         if self.attention == "full":
             policy = FullPolicy(layout)

@@ -9,6 +9,7 @@ import numpy as np
 import psutil
 import pytest
 
+from clo_jax import memory
 from clo_jax.config import CloConfig
 from clo_jax.errors import CloError, MemoryPlanError, TransferError
 from clo_jax.llm import LLM
@@ -211,6 +212,10 @@ def test_no_room_is_refused_before_anything_is_allocated(checkpoint, monkeypatch
         with pytest.raises(MemoryPlanError, match=r"need .* reserve of 0.50 GiB, together .* available 0.50 GiB"):
             llm.generate("x")
         monkeypatch.undo()
+        assert len(ids(llm, "x", 2)) == 2
+        monkeypatch.setattr("clo_jax.memory.available_host_bytes", lambda: memory.RESERVE_BYTES + (1 << 20))
+        with pytest.raises(MemoryPlanError, match="prefill"):  # room for a short prompt, not for a long one
+            llm.generate(tiny.prompt(250), max_new_tokens=1)
         assert len(ids(llm, "x", 2)) == 2
 
 

@@ -16,6 +16,9 @@ import numpy as np
 
 from clo_jax.config import CloConfig, ModelConfig
 
+# Parts of the bytes below that the transfer engine allocates, once for all runs.
+ENGINE_PARTS = frozenset({"selected rows", "slot tables", "requests", "host rows"})
+
 
 @dataclasses.dataclass(frozen=True)
 class CacheLayout:
