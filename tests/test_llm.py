@@ -213,7 +213,7 @@ def test_no_room_is_refused_before_anything_is_allocated(checkpoint, monkeypatch
             llm.generate("x")
         monkeypatch.undo()
         assert len(ids(llm, "x", 2)) == 2
-        monkeypatch.setattr("clo_jax.memory.available_host_bytes", lambda: memory.RESERVE_BYTES + (1 << 20))
+        monkeypatch.setattr("clo_jax.memory.available_host_bytes", lambda: memory.RESERVE_BYTES + 500_000)
         with pytest.raises(MemoryPlanError, match="prefill"):  # room for a short prompt, not for a long one
             llm.generate(tiny.prompt(250), max_new_tokens=1)
         assert len(ids(llm, "x", 2)) == 2
