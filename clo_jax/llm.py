@@ -14,9 +14,9 @@ from clo_jax.generate import bucket_length
 from clo_jax.policies.base import Policy
 from clo_jax.policies.clo import CloPolicy, HeadScores, given_scores, neutral_scores
 from clo_jax.policies.full import FullPolicy
-from clo_jax.prompts import Options, Prompts
+from clo_jax.prompts import Options, Prompts, Request
 from clo_jax.results import Delta, Generation
-from clo_jax.session import Request, Session
+from clo_jax.session import Session
 from clo_jax.text import IncrementalDecoder, Tokenizer
 from clo_jax.transfer.engine import Engine
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from clo_jax.sampling import Sampling
-from clo_jax.session import Request
 from clo_jax.text import Tokenizer
 
 Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
@@ -27,6 +26,16 @@ class Options:
     seed: int | Sequence[int] = 0
     stop_token_ids: int | Sequence[int] = ()
     ignore_eos: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a session runs, already checked. One entry per row."""
+
+    prompts: Sequence[Sequence[int]]
+    max_new_tokens: Sequence[int]
+    stop: Sequence[int]
+    sampling: Sampling | None
 
 
 def token_ids(

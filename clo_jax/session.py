@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -29,21 +29,11 @@ from clo_jax.generate import (
 from clo_jax.interrupt import deferred_interrupt
 from clo_jax.policies.base import Policy
 from clo_jax.policies.clo import CloPolicy
+from clo_jax.prompts import Request
 from clo_jax.results import Metrics
-from clo_jax.sampling import Sampling
 from clo_jax.transfer.engine import Engine, transfer_errors
 
 STOP_SLOTS = 8  # stop ids are padded to a multiple of this, so that their number compiles nothing
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """What `LLM` asks of a session, already checked. One entry per row."""
-
-    prompts: Sequence[Sequence[int]]
-    max_new_tokens: Sequence[int]
-    stop: Sequence[int]
-    sampling: Sampling | None
 
 
 class CompileClock:

@@ -13,7 +13,8 @@ from clo_jax.cache.layout import CacheLayout
 from clo_jax.config import CloConfig, ModelConfig, RopeConfig
 from clo_jax.policies.clo import CloPolicy, HeadScores, neutral_scores
 from clo_jax.policies.full import FullPolicy
-from clo_jax.session import Request, Session
+from clo_jax.prompts import Request
+from clo_jax.session import Session
 from clo_jax.transfer.engine import Engine
 
 # The CPU kernels take any head dim; the GPU's take those that models have.

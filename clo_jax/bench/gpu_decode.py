@@ -25,8 +25,9 @@ from clo_jax.cache.layout import CacheLayout
 from clo_jax.config import CloConfig, ModelConfig, RopeConfig
 from clo_jax.policies.clo import CloPolicy, neutral_scores
 from clo_jax.policies.full import FullPolicy
+from clo_jax.prompts import Request
 from clo_jax.results import Metrics
-from clo_jax.session import Request, Session
+from clo_jax.session import Session
 from clo_jax.transfer.engine import Engine
 
 CHUNK = 16

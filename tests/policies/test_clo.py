@@ -12,7 +12,8 @@ import pytest
 from clo_jax import generate as gen
 from clo_jax.config import CloConfig
 from clo_jax.policies.clo import HeadScores, take_tail
-from clo_jax.session import Request, Session
+from clo_jax.prompts import Request
+from clo_jax.session import Session
 from tests import tiny
 
 SMALL = CloConfig(sparsity=0.1, hash_bits=64, sink_tokens=4, recent_tokens=16, flush_tokens=8)
