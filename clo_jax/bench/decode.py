@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             report.Row(f"{system}, {context} tokens", statistics.median(rates), "tokens/s", "full", control, goal, more)
         )
     content = report.write(
-        args.out, "decode", vars(args) | {"out": str(args.out), "transformers": bool(args.transformers)}, rows
+        args.out, "decode", vars(args) | {"out": args.out.name, "transformers": bool(args.transformers)}, rows
     )
     print(report.markdown(content))
 
