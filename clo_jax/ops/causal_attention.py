@@ -55,8 +55,16 @@ def prefill_attention(query, key, value, lengths, *, scale=None):
     Raises:
       ValueError: shapes or dtypes that do not agree.
     """
-    _check_operands(query, key, value)
-    _check.shape("key", key, (*query.shape[:2], key.shape[2], query.shape[3]), "[B, N, K, D]")
+    _check.shape("query", query, (None, None, None, None), "[B, N, H, D]")
+    _check.dtype("query", query, *_DTYPES)
+    B, N, H, D = query.shape
+    _check.shape("key", key, (B, N, None, D), "[B, N, K, D]")
+    _check.shape("value", value, key.shape, "[B, N, K, D]")
+    _check.dtype("key", key, query.dtype)
+    _check.dtype("value", value, query.dtype)
+    _check.multiple("query heads", H, "KV heads", key.shape[2])
+    if N == 0:
+        raise ValueError("query: got 0 tokens, wanted at least 1")
     _check.shape("lengths", lengths, query.shape[:1], "[B]")
     _check.dtype("lengths", lengths, jnp.int32)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -71,44 +79,11 @@ def prefill_attention(query, key, value, lengths, *, scale=None):
             key_value_seq_lengths=lengths,
             implementation="cudnn",
         )
-    return _chunks(query, key, value, jnp.int32(0), jnp.max(lengths), scale)
+    return _chunks(query, key, value, jnp.max(lengths), scale)
 
 
-def attend_chunk(query, key, value, start, *, scale=None):
-    """Causal attention of one chunk of a prompt over every key up to and including itself.
-
-    Args:
-      query: [B, C, H, D] float32, bfloat16 or float16, tokens start to start + C.
-      key, value: [B, N, K, D], dtype of `query`; rows [0, start + C) must be there, later ones may hold any numbers.
-      start: int32 scalar, may be traced; start + C at most N. Work grows with it.
-      scale: factor on the scores; 1 / sqrt(D) by default.
-
-    Returns:
-      [B, C, H, D], dtype of `query`.
-
-    Raises:
-      ValueError: shapes or dtypes that do not agree, or more queries than keys.
-    """
-    _check_operands(query, key, value)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return _chunks(query, key, value, jnp.asarray(start, jnp.int32), query.shape[1], scale)
-
-
-def _check_operands(query, key, value):
-    _check.shape("query", query, (None, None, None, None), "[B, N, H, D]")
-    _check.dtype("query", query, *_DTYPES)
-    B, N, H, D = query.shape
-    _check.shape("key", key, (B, None, None, D), "[B, N, K, D]")
-    _check.shape("value", value, key.shape, "[B, N, K, D]")
-    _check.dtype("key", key, query.dtype)
-    _check.dtype("value", value, query.dtype)
-    _check.multiple("query heads", H, "KV heads", key.shape[2])
-    if not 0 < N <= key.shape[1]:
-        raise ValueError(f"query: got {N} tokens, wanted 1 to {key.shape[1]}, the number of keys")
-
-
-def _chunks(query, key, value, start, count, scale):
-    """Attention of queries [B, N, H, D], the first at position `start`; those from `count` on may be left zero."""
+def _chunks(query, key, value, count, scale):
+    """Attention of queries [B, N, H, D]; those from `count` on may be left zero."""
     B, N, H, D = query.shape
     K, size = key.shape[2], min(QUERIES, N)
     # Heads before tokens, so that each head's block is one matrix.
@@ -119,7 +94,7 @@ def _chunks(query, key, value, start, count, scale):
         # The last chunk is moved back to end at N; the queries it shares with the one before come out the same.
         first = jnp.minimum(index * size, N - size)
         queries = lax.dynamic_slice_in_dim(grouped, first, size, axis=3)
-        return lax.dynamic_update_slice_in_dim(out, _chunk(queries, keys, values, start + first, scale), first, axis=3)
+        return lax.dynamic_update_slice_in_dim(out, _chunk(queries, keys, values, first, scale), first, axis=3)
 
     out = lax.fori_loop(0, (count + size - 1) // size, chunk, jnp.zeros_like(grouped))
     return out.transpose(0, 3, 1, 2, 4).reshape(B, N, H, D)

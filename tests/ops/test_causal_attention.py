@@ -76,25 +76,12 @@ def test_one_program_serves_all_lengths():
     assert len(traced) == 1
 
 
-@pytest.mark.parametrize("C", (1, 100, 256, 300))
-def test_chunks_join_to_the_whole(C):
-    N = 700
-    q, k, v = inputs(C, B=2, N=N, G=3, K=1, D=16)
-    want = reference(q, k, v, jnp.full((2,), N, jnp.int32))
-    chunk = jax.jit(op.attend_chunk)
-    for start in (0, 1, 255, 256, 257, N - C):
-        keys, values = (x.at[:, start + C :].set(1e4) for x in (k, v))  # later rows may hold any numbers
-        got = chunk(q[:, start : start + C], keys, values, jnp.int32(start))
-        close(got, want[:, start : start + C], jnp.float32)
-
-
 def test_scale():
     q, k, v = inputs(8, N=50)
     lengths = jnp.full((1,), 50, jnp.int32)
     got = attend(q, k, v, lengths, scale=0.5)
     close(got, reference(q, k, v, lengths, scale=0.5), jnp.float32)
     assert float(jnp.abs(got - reference(q, k, v, lengths)).max()) > 0.01
-    close(op.attend_chunk(q, k, v, 0, scale=0.5), got, jnp.float32)
 
 
 def test_large_scores_stay_finite():
@@ -135,8 +122,10 @@ def test_cudnn_on_a_gpu(D):
         (0, lambda x: x[0], r"query: got shape \(64, 6, 64\), wanted \[B, N, H, D\]"),
         (0, lambda x: x.astype(jnp.int32), "query: got dtype int32, wanted float32 or bfloat16 or float16"),
         (0, lambda x: x[:, :, :5], "query heads: got 5, wanted a positive multiple of KV heads = 2"),
-        (0, lambda x: x[:, :32], r"key: got shape \(1, 64, 2, 64\), wanted \[B, N, K, D\] = \[1, 32, 2, 64\]"),
-        (1, lambda x: x[:, :32], r"value: got shape \(1, 64, 2, 64\), wanted \[B, N, K, D\] = \[1, 32, 2, 64\]"),
+        (0, lambda x: x[:, :32], r"key: got shape \(1, 64, 2, 64\), wanted \[B, N, K, D\] = \[1, 32, any, 64\]"),
+        (0, lambda x: x[:, :0], r"key: got shape"),
+        (1, lambda x: x[:, :32], r"key: got shape \(1, 32, 2, 64\), wanted \[B, N, K, D\] = \[1, 64, any, 64\]"),
+        (2, lambda x: x[:, :32], r"value: got shape \(1, 32, 2, 64\), wanted \[B, N, K, D\] = \[1, 64, 2, 64\]"),
         (1, lambda x: x.astype(jnp.bfloat16), "key: got dtype bfloat16, wanted float32"),
         (2, lambda x: x.astype(jnp.bfloat16), "value: got dtype bfloat16, wanted float32"),
         (3, lambda x: x[0], r"lengths: got shape \(\), wanted \[B\] = \[1\]"),
@@ -148,9 +137,3 @@ def test_bad_arguments_are_named(position, bad, message):
     args[position] = bad(args[position])
     with pytest.raises(ValueError, match=message):
         op.prefill_attention(*args)
-
-
-def test_more_queries_than_keys():
-    q, k, v = inputs(0)
-    with pytest.raises(ValueError, match="query: got 64 tokens, wanted 1 to 32, the number of keys"):
-        op.attend_chunk(q, k[:, :32], v[:, :32], 0)
