@@ -92,7 +92,8 @@ class Session:
         for row, prompt in zip(tokens, request.prompts, strict=True):
             row[: len(prompt)] = prompt
         stop = sorted(self._stop)
-        padded = stop + [-1] * (-len(stop) % STOP_SLOTS or (STOP_SLOTS if not stop else 0))
+        slots = STOP_SLOTS * max(1, -(-len(stop) // STOP_SLOTS))
+        padded = stop + [-1] * (slots - len(stop))
         limits = Limits(jnp.asarray(request.max_new_tokens, jnp.int32), jnp.asarray(padded, jnp.int32))
         with deferred_interrupt() as raise_pending, transfer_errors():
 
