@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         steps = args.new_tokens - 1
         more = {"repeats": len(times), "min": min(times), "max": max(times), "hit_rate": last.hit_rate,
                 "device_kv_bytes": last.device_kv_bytes, "host_kv_bytes": last.host_kv_bytes}  # fmt: skip
-        if last.rows_moved is not None:
+        if last.backend is not None:  # an engine took part
             more |= {"rows_moved_a_step": last.rows_moved / steps, "wait_ms_a_step": last.wait_s * 1e3 / steps}
         rows.append(report.Row(f"step, {name}", statistics.median(times), "ms", "full attention", control, None, more))
         print(rows[-1].to_dict(), flush=True)
