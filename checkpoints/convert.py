@@ -27,7 +27,7 @@ from clo_jax.checkpoints.load import model_config
 from clo_jax.checkpoints.manifest import MANIFEST, PARAMS, PARTIAL_SUFFIX, Manifest, StoredFile
 from clo_jax.checkpoints.source import Source, lossless_dtype
 from clo_jax.checkpoints.verify import Verification, verify
-from clo_jax.config import ModelConfig
+from clo_jax.config import DTYPES, Dtype, ModelConfig
 from clo_jax.errors import CheckpointError
 from clo_jax.models import abstract_params
 
@@ -73,7 +73,7 @@ def convert(
     source: str | os.PathLike,
     out: str | os.PathLike,
     *,
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+    dtype: Dtype | Literal["auto"] = "auto",
     verify: bool = False,
     force: bool = False,
     tokenizer: str | os.PathLike | None = None,
@@ -97,8 +97,8 @@ def convert(
         failed. Nothing is left behind.
       ValueError: another dtype.
     """
-    if dtype not in ("auto", "float32", "bfloat16"):
-        raise ValueError(f"dtype: got {dtype!r}, wanted auto, float32 or bfloat16")
+    if dtype not in ("auto", *DTYPES):
+        raise ValueError(f"dtype: got {dtype!r}, wanted auto, {', '.join(DTYPES)}")
     if tokenizer is not None and not with_tokenizer:
         raise ValueError("tokenizer: got a file together with with_tokenizer=False, wanted one of them")
     start = time.monotonic()

@@ -13,7 +13,7 @@ import numpy as np
 from clo_jax.checkpoints import orbax_io
 from clo_jax.checkpoints.files import read_json, read_json_if_there
 from clo_jax.checkpoints.manifest import PARAMS, Manifest, check_digests, check_sizes, locate, read_manifest
-from clo_jax.config import ModelConfig
+from clo_jax.config import DTYPES, Dtype, ModelConfig
 from clo_jax.errors import CheckpointError
 from clo_jax.models import abstract_params, config_from_hf
 from clo_jax.text import stop_token_ids
@@ -70,7 +70,7 @@ def model_config(values: Mapping[str, Any], file: Path) -> ModelConfig:
 def load_checkpoint(
     path: str | os.PathLike,
     *,
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+    dtype: Dtype | Literal["auto"] = "auto",
     sharding: jax.sharding.Sharding | Mapping[Any, Any] | None = None,
     check: bool = True,
 ) -> tuple[ModelConfig, dict[Any, Any], CheckpointInfo]:
@@ -91,8 +91,8 @@ def load_checkpoint(
         changed file, an unsupported configuration, arrays that do not match it.
       ValueError: another dtype.
     """
-    if dtype not in ("auto", "float32", "bfloat16"):
-        raise ValueError(f"dtype: got {dtype!r}, wanted auto, float32 or bfloat16")
+    if dtype not in ("auto", *DTYPES):
+        raise ValueError(f"dtype: got {dtype!r}, wanted auto, {', '.join(DTYPES)}")
     config, info = read_info(path)
     if check:
         check_digests(info.path, info.manifest, large=False)

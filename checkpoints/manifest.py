@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from clo_jax.checkpoints.files import digests, read_json
+from clo_jax.config import DTYPES
 from clo_jax.errors import CheckpointError
 
 FORMAT_VERSION = 1
@@ -61,8 +62,8 @@ class Manifest:
         for key, kind in kinds.items():
             if not isinstance(value.get(key), kind):
                 raise CheckpointError(f"{file}: {key}: got {value.get(key)!r}, wanted {kind.__name__}")
-        if value["dtype"] not in ("float32", "bfloat16"):
-            raise CheckpointError(f"{file}: dtype: got {value['dtype']!r}, wanted float32 or bfloat16")
+        if value["dtype"] not in DTYPES:
+            raise CheckpointError(f"{file}: dtype: got {value['dtype']!r}, wanted {' or '.join(DTYPES)}")
         try:
             files = {
                 name: StoredFile(int(entry["bytes"]), str(entry["sha256"])) for name, entry in value["files"].items()

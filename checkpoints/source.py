@@ -4,11 +4,11 @@ beside them."""
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-Dtype = Literal["float32", "bfloat16"]
+from clo_jax.config import Dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,5 +48,5 @@ class Source(Protocol):
 
 def lossless_dtype(source: Source) -> Dtype:
     """The narrower of float32 and bfloat16 that holds every tensor of the source exactly (quantized: dequantized to
-    float32)."""
+    float32). Not float16: activations overflow it where weights do not, so it is taken by name only."""
     return "bfloat16" if {info.dtype for info in source.tensors.values()} == {"bfloat16"} else "float32"

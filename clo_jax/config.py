@@ -3,11 +3,15 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Attention = Literal["full", "clo"]
+Dtype = Literal["float32", "bfloat16", "float16"]  # of parameters, activations and KV rows
 Retriever = Literal["sign", "hata", "exact"]
 Refresh = Literal["whole", "delta"]
+
+
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
 
 def _require(ok: bool, name: str, got: Any, wanted: str) -> None:

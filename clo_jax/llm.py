@@ -58,7 +58,7 @@ class LLM:
           path: checkpoint folder.
           attention: "clo" (most rows in host memory) or "full" (all rows on the device, exact).
           clo: settings of the CLO policy; ignored by "full".
-          dtype: "auto" (the checkpoint's), "float32" or "bfloat16"; of parameters, activations and cache.
+          dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16"; of parameters, activations and cache.
           max_context: tokens of prompt and answer together; buffers are sized for it. None: the model's limit.
           max_batch: prompts that run at once; more are answered in groups.
           kv_offload: False keeps the rows in device memory with the same selection (for comparison).

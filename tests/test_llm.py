@@ -256,10 +256,12 @@ def test_head_scores(checkpoint):
             LLM.load(checkpoint, clo=CLO, max_context=256, head_scores=bad)
 
 
-def test_bfloat16(checkpoint):
-    with LLM.load(checkpoint, clo=CLO, max_context=256, dtype="bfloat16") as llm:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bits(checkpoint, dtype):
+    with LLM.load(checkpoint, clo=CLO, max_context=256, dtype=dtype) as llm:
         half = llm.generate(tiny.prompt(100), max_new_tokens=20, ignore_eos=True)[0]
-    assert half.completion_tokens == 20 and half.metrics.rows_moved >= 0
+        assert llm.describe()["dtype"] == dtype
+    assert half.completion_tokens == 20 and half.metrics.rows_moved > 0
 
 
 @pytest.mark.slow

@@ -37,6 +37,7 @@ class DType(enum.StrEnum):
     auto = "auto"
     float32 = "float32"
     bfloat16 = "bfloat16"
+    float16 = "float16"
 
 
 def _set(name: str, value_when_given: bool):

@@ -10,11 +10,13 @@ from clo_jax.cli import _options as o
 
 def describe(path: str) -> dict[str, Any]:
     """Everything that inspect prints, as plain values; reads no parameter."""
+    import jax.numpy as jnp
+
     from clo_jax.checkpoints import read_info
     from clo_jax.text import Tokenizer
 
     config, info = read_info(path)
-    itemsize = {"float32": 4, "bfloat16": 2}[info.dtype]
+    itemsize = jnp.dtype(info.dtype).itemsize
     tokenizer = Tokenizer.from_folder(info.path) if Tokenizer.available(info.path) else None
     return {
         "path": info.path,

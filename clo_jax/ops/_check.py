@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-ACTIVATION_DTYPES = (jnp.float32.dtype, jnp.bfloat16.dtype)
+ACTIVATION_DTYPES = (jnp.float32.dtype, jnp.bfloat16.dtype, jnp.float16.dtype)
 
 
 def shape(name: str, array: jax.Array, want: Sequence[int | None], letters: str) -> None:

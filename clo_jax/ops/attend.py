@@ -100,7 +100,7 @@ def attend(
     its rows up to `position`. Everything but the selected rows is done before the layer's transfer is waited for.
 
     Args:
-      query: [B, H, D] float32 or bfloat16, H = G·K, rotated (RoPE) like the keys.
+      query: [B, H, D] float32, bfloat16 or float16, H = G·K, rotated (RoPE) like the keys.
       key, value: [B, K, D], dtype of `query`, K = Ko + Kr; the new token's rows.
       weights: [Ko, D, R] float32 hash weights; R = 0: codes are not kept.
       mean: [B, Ko, D] float32 centres of the keys.

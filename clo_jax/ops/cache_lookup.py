@@ -26,7 +26,8 @@ def cache_lookup(query, label, age, importance, thresholds, max_age):
     """Decides for each sequence and KV head whether the rows fetched for an earlier query may be reused.
 
     Args:
-      query: [B, H, D] float32 or bfloat16; guessed query of the layer (H = G·Ko query heads of offloaded KV heads).
+      query: [B, H, D] float32, bfloat16 or float16; guessed query of the layer (H = G·Ko query heads of offloaded KV
+        heads).
       label: [B, H, D], dtype of `query`; the query that the head's present set was selected with.
       age: [B, Ko] int32; steps since the last refresh, -1 before the first.
       importance: [H] float32 ≥ 0; weight of each query head in its group (Eq. 10).

@@ -12,7 +12,6 @@ from clo_jax.ops import _check
 QUERIES = 256
 KEYS = 256
 
-_DTYPES = (jnp.float32.dtype, jnp.bfloat16.dtype, jnp.float16.dtype)
 # Far below every score, yet finite: a fully masked block then gives exp(0) = 1 times a later exp(-huge) = 0, never NaN.
 _MASKED = -1e30
 
@@ -56,7 +55,7 @@ def prefill_attention(query, key, value, lengths, *, scale=None):
       ValueError: shapes or dtypes that do not agree.
     """
     _check.shape("query", query, (None, None, None, None), "[B, N, H, D]")
-    _check.dtype("query", query, *_DTYPES)
+    _check.dtype("query", query, *_check.ACTIVATION_DTYPES)
     B, N, H, D = query.shape
     _check.shape("key", key, (B, N, None, D), "[B, N, K, D]")
     _check.shape("value", value, key.shape, "[B, N, K, D]")

@@ -31,7 +31,7 @@ def hash_encode(x, weights, mean):
     """Encodes vectors: bit r % 32 of word r // 32 is set where ((x - mean)·W)[r] > 0.
 
     Args:
-      x: [B, K, N, D] float32 or bfloat16; keys after RoPE.
+      x: [B, K, N, D] float32, bfloat16 or float16; keys after RoPE.
       weights: [K, D, R] float32; projections of each KV head, R a multiple of 32.
       mean: [B, K, D] float32; what the vectors are centred by (zeros for codes that are not centred).
 

@@ -144,7 +144,8 @@ def prefetch(
     under way (only after the first fill at the end of prefill).
 
     Args:
-      query: [B, H, D] float32 or bfloat16, the engine's dtype; guessed query (H = G·Ko heads of offloaded KV heads).
+      query: [B, H, D] float32, bfloat16 or float16, the engine's dtype; guessed query (H = G·Ko heads of offloaded KV
+        heads).
       label, age, importance, thresholds, max_age: as in `cache_lookup`.
       weights: [Ko, D, R] float32; hash projections. mean: [B, Ko, D] float32; key means. lse: [B, H] float32;
         log-sum-exp of the last step. codes: [B, Ko, S, R/32] uint32. factors: [B, Ko, S] float16. As in `select_topk`;

@@ -77,7 +77,7 @@ def select_topk(
     exact on those, ties to the lowest index.
 
     Args:
-      query: [B, H, D] float32 or bfloat16; H = G·Ko query heads of offloaded KV heads.
+      query: [B, H, D] float32, bfloat16 or float16; H = G·Ko query heads of offloaded KV heads.
       weights: [Ko, D, R] float32; projections, as for `hash_encode`.
       mean: [B, Ko, D] float32; what the codes were centred by.
       lse: [B, H] float32; log-sum-exp of the last step's attention, which makes the group's heads comparable.

@@ -14,7 +14,7 @@ import numpy as np
 from clo_jax import _host
 from clo_jax.errors import MemoryPlanError, TransferError
 
-_DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
+_DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Engine:
       max_tokens: context capacity S.
       num_slots: slots C of each head in the selected-rows buffer.
       head_dim: D.
-      dtype: float32 or bfloat16, of rows.
+      dtype: float32, bfloat16 or float16, of rows.
       backend: who moves the rows (clo_jax.transfer.backends lists them). "auto" is "pull" when JAX runs on a GPU and
         this build has it, else "host". "pull" serves programs on the GPU, "host" programs on the CPU.
       threads: transfer threads; None for half of the cores, at most 4.
@@ -89,7 +89,7 @@ class Engine:
         self._native = None
         self._dtype = np.dtype(dtype)
         if self._dtype not in _DTYPES:
-            raise ValueError(f"dtype: got {self._dtype}, wanted float32 or bfloat16")
+            raise ValueError(f"dtype: got {self._dtype}, wanted float32, bfloat16 or float16")
         self._threads = default_threads() if threads is None else _integer("threads", threads)
         self._kv_offload = bool(kv_offload)
         self._programs: set[Hashable] = set()
@@ -102,7 +102,7 @@ class Engine:
                 max_tokens=_integer("max_tokens", max_tokens),
                 num_slots=_integer("num_slots", num_slots),
                 head_dim=_integer("head_dim", head_dim),
-                bfloat16=self._dtype != np.float32,
+                dtype=self._dtype.name,
                 backend=_resolve(str(backend)),
                 threads=self._threads,
                 offload=self._kv_offload,

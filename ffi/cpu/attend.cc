@@ -48,7 +48,7 @@ class Attention {
         row_bytes_(2 * p.head_dim * dtype_bytes(p.dtype)),
         block_(std::clamp<int64_t>(kBlockBytes / row_bytes_, 8, kRowsBlock)),
         stride_((p.group * (p.head_dim + 2) + 15) / 16 * 16),  // whole cache lines, so that threads do not share one
-        kernel_(p.dtype == DType::kF32 ? rows_table().f32 : rows_table().bf16),
+        kernel_(choose(p.dtype, rows_table().f32, rows_table().bf16, rows_table().f16)),
         query_(p.batch * kv_heads_ * p.group * p.head_dim),
         total_(p.batch * kv_heads_ * stride_) {
     dispatch(p.dtype, [&](auto* tag) {

@@ -1,8 +1,6 @@
 #include "cpu/hash_encode.h"
 
 #include <algorithm>
-#include <cmath>
-#include <cstring>
 #include <vector>
 
 #include "clo/params.h"
@@ -12,28 +10,20 @@
 namespace clo {
 namespace {
 
-// A non-negative float to half, to nearest, ties to even. Beyond the largest finite half: that one.
-uint16_t to_half(float value) {
-  constexpr float kLargest = 65504, kSmallestNormal = 6.103515625e-05f, kSmallest = 5.9604644775390625e-08f;
-  if (!(value < kLargest)) return 0x7bff;
-  if (value < kSmallestNormal) return static_cast<uint16_t>(std::nearbyint(value / kSmallest));
-  uint32_t u;
-  std::memcpy(&u, &value, 4);
-  u += 0xfffu + ((u >> 13) & 1u);
-  return static_cast<uint16_t>((u - (112u << 23)) >> 13);
-}
-
-// The estimator's factor. No finite projection to divide by (x equals the mean, or is not finite): 0.
+// The estimator's factor, at most the largest finite half. No finite projection to divide by (x equals the mean, or is not
+// finite): 0.
 uint16_t factor(float squares, float magnitudes) {
   const float ratio = squares / magnitudes;
-  return magnitudes > 0 && ratio >= 0 ? to_half(ratio) : 0;
+  F16 half{0};
+  if (magnitudes > 0 && ratio >= 0) from_float(std::min(ratio, 65504.0f), &half);
+  return half.bits;
 }
 
 }  // namespace
 
 void hash_encode(const HashEncodeParams& p) {
   const CodesTable& table = codes_table();
-  const auto centre = p.dtype == DType::kF32 ? table.centre_f32 : table.centre_bf16;
+  const auto centre = choose(p.dtype, table.centre_f32, table.centre_bf16, table.centre_f16);
   const int64_t K = p.heads, N = p.tokens, D = p.head_dim, words = p.bits / 32;
   const int64_t blocks = (N + kEncodeBlock - 1) / kEncodeBlock;
   const int64_t total_us = p.batch * K * N * D * p.bits / 50000;  // about 50 multiply-adds a nanosecond

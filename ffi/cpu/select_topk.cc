@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "clo/params.h"
@@ -26,17 +27,14 @@ struct Head {
   std::vector<uint16_t> keys;   // [count], rounded up to whole blocks
 };
 
-template <typename T>
-void widen(const void* from, int64_t count, float* to) {
-  for (int64_t i = 0; i < count; ++i) to[i] = to_float(static_cast<const T*>(from)[i]);
-}
-
 void prepare(const SelectTopkParams& p, Head& head) {
   const int64_t G = p.group, D = p.head_dim, words = p.bits / 32;
   const char* query = static_cast<const char*>(p.query) + head.bh * G * D * dtype_bytes(p.dtype);
   head.query.resize(static_cast<size_t>(G * D));
-  if (p.dtype == DType::kF32) widen<float>(query, G * D, head.query.data());
-  else widen<BF16>(query, G * D, head.query.data());
+  dispatch(p.dtype, [&](auto* tag) {
+    const auto* from = reinterpret_cast<const std::remove_pointer_t<decltype(tag)>*>(query);
+    for (int64_t i = 0; i < G * D; ++i) head.query[static_cast<size_t>(i)] = to_float(from[i]);
+  });
   head.keys.resize(static_cast<size_t>((head.count + kScoreBlock - 1) / kScoreBlock * kScoreBlock));
   const Weights weights{p.weights + head.bh % p.kv_heads * D * p.bits, D, p.bits};
   if (p.retriever == Retriever::kHata) {
@@ -75,7 +73,8 @@ void score(const SelectTopkParams& p, Head& head, int64_t first, int64_t n) {
   } else if (p.retriever == Retriever::kHata) {
     scores_table().hata(p.codes + token * words, n, head.codes.data(), p.group, words, keys);
   } else {
-    const auto exact = p.dtype == DType::kF32 ? scores_table().exact_f32 : scores_table().exact_bf16;
+    const ScoresTable& table = scores_table();
+    const auto exact = choose(p.dtype, table.exact_f32, table.exact_bf16, table.exact_f16);
     exact(static_cast<const char*>(p.rows) + token * 2 * p.head_dim * dtype_bytes(p.dtype), n, p.head_dim,
           head.query.data(), p.group, p.scale, head.offsets.data(), keys);
   }

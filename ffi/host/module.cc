@@ -117,18 +117,25 @@ nb::dict build_info() {
   return info;
 }
 
+clo::DType element_type(const std::string& name) {
+  if (name == "float32") return clo::DType::kF32;
+  if (name == "bfloat16") return clo::DType::kBF16;
+  if (name == "float16") return clo::DType::kF16;
+  throw std::invalid_argument("dtype: got \"" + name + "\", wanted float32, bfloat16 or float16");
+}
+
 // An engine and its handle. Arrays that Python holds share the engine, so its memory outlives close() while they live.
 class Handle {
  public:
   Handle(std::vector<int64_t> kv_heads, int64_t batch, int64_t max_tokens, int64_t num_slots, int64_t head_dim,
-         bool bfloat16, std::string backend, int64_t threads, bool offload, double timeout_s) {
+         const std::string& dtype, std::string backend, int64_t threads, bool offload, double timeout_s) {
     clo::EngineConfig c;
     c.kv_heads = std::move(kv_heads);
     c.batch = batch;
     c.max_tokens = max_tokens;
     c.num_slots = num_slots;
     c.head_dim = head_dim;
-    c.dtype = bfloat16 ? clo::DType::kBF16 : clo::DType::kF32;
+    c.dtype = element_type(dtype);
     c.backend = std::move(backend);
     c.threads = threads;
     c.offload = offload;
@@ -176,7 +183,7 @@ class Handle {
   int64_t number_ = 0;
 };
 
-// The arrays of one layer by name; rows of a bfloat16 engine are uint16 here, and Python reinterprets them.
+// The arrays of one layer by name; rows of 16-bit elements are uint16 here, and Python reinterprets them.
 nb::dict layer_arrays(const Handle& h, int64_t layer) {
   const clo::LayerView v = h.engine().layer(layer);
   const auto rows = v.dtype == clo::DType::kF32 ? nb::dtype<float>() : nb::dtype<uint16_t>();
@@ -232,10 +239,10 @@ nb::dict counters(const Handle& h) {
 void bind_engine(nb::module_& m) {
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;  // for whatever may block or take long
   nb::class_<Handle>(m, "Engine")
-      .def(nb::init<std::vector<int64_t>, int64_t, int64_t, int64_t, int64_t, bool, std::string, int64_t, bool,
+      .def(nb::init<std::vector<int64_t>, int64_t, int64_t, int64_t, int64_t, const std::string&, std::string, int64_t, bool,
                     double>(),
            Unlocked(), nb::kw_only(), nb::arg("kv_heads"), nb::arg("batch"), nb::arg("max_tokens"),
-           nb::arg("num_slots"), nb::arg("head_dim"), nb::arg("bfloat16"), nb::arg("backend"), nb::arg("threads"),
+           nb::arg("num_slots"), nb::arg("head_dim"), nb::arg("dtype"), nb::arg("backend"), nb::arg("threads"),
            nb::arg("offload"), nb::arg("timeout_s"))
       .def_prop_ro("handle", &Handle::number)
       .def_prop_ro("backend", [](const Handle& h) { return h.engine().config().backend; })

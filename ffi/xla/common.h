@@ -19,6 +19,7 @@ namespace ffi = xla::ffi;
 inline bool translate(ffi::DataType type, DType* out) {
   if (type == ffi::F32) *out = DType::kF32;
   else if (type == ffi::BF16) *out = DType::kBF16;
+  else if (type == ffi::F16) *out = DType::kF16;
   else return false;
   return true;
 }

@@ -106,8 +106,8 @@ def test_rounding_to_bfloat16_is_to_nearest(tmp_path):
 
 
 def test_unknown_dtype_argument(tmp_path, source):
-    with pytest.raises(ValueError, match="dtype: got 'float16', wanted auto, float32 or bfloat16"):
-        checkpoints.convert(source, tmp_path / "out", dtype="float16")
+    with pytest.raises(ValueError, match="dtype: got 'int8', wanted auto, float32, bfloat16, float16"):
+        checkpoints.convert(source, tmp_path / "out", dtype="int8")
 
 
 def test_other_stored_dtypes_are_refused_by_name(tmp_path):

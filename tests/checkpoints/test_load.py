@@ -61,7 +61,7 @@ def test_dtype(checkpoint):
     _, params, info = checkpoints.load_checkpoint(checkpoint, dtype="bfloat16")
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(params)} == {"bfloat16"}
     assert info.dtype == "float32"
-    with pytest.raises(ValueError, match="dtype: got 'int8', wanted auto, float32 or bfloat16"):
+    with pytest.raises(ValueError, match="dtype: got 'int8', wanted auto, float32, bfloat16, float16"):
         checkpoints.load_checkpoint(checkpoint, dtype="int8")
 
 
@@ -123,7 +123,7 @@ def test_wrong_paths_are_told_what_they_are(source, copy, tmp_path):
     [
         ({"format_version": 2}, "format_version: got 2, this release reads 1"),
         ({"format_version": ...}, "format_version: got None"),
-        ({"dtype": "int8"}, "dtype: got 'int8', wanted float32 or bfloat16"),
+        ({"dtype": "int8"}, "dtype: got 'int8', wanted float32 or bfloat16 or float16"),
         ({"num_bytes": "many"}, "num_bytes: got 'many', wanted int"),
         ({"files": {"config.json": 3}}, "files: wanted bytes and sha256 for each"),
     ],

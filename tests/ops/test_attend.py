@@ -196,7 +196,7 @@ import json, sys
 import jax.numpy as jnp, numpy as np
 from tests.ops.attend_cases import engine_for, make
 digest = {}
-for dtype in ("float32", "bfloat16"):
+for dtype in ("float32", "bfloat16", "float16"):
     case = make(6, Ko=2, Kr=2, G=3, R=32, S=5000, C=1500, dtype=jnp.dtype(dtype), position=(4990, 2500),
                 flushed=(4980, 2490), counts=1500)
     with engine_for(case) as engine:
@@ -222,7 +222,7 @@ def test_every_instruction_set(isa):
     if isa not in supported_isas():
         pytest.skip(f"this machine has no {isa}")
     digest = in_subprocess(CLO_JAX_ISA=isa)
-    for name in ("float32", "bfloat16"):
+    for name in ("float32", "bfloat16", "float16"):
         dtype = jnp.dtype(name)
         case = make(
             6,

@@ -101,7 +101,7 @@ def test_a_missing_or_different_engine_is_named_at_run_time():
     "name, bad, message",
     [
         ("query", lambda x: x[0], r"query: got shape \(9, 64\), wanted \[B, H, D\]"),
-        ("query", lambda x: x.astype(jnp.float16), "query: got dtype float16, wanted float32 or bfloat16"),
+        ("query", lambda x: x.astype(jnp.int32), "query: got dtype int32, wanted float32 or bfloat16 or float16"),
         ("query", lambda x: x[:, :8], "query heads: got 8, wanted a positive multiple of KV heads = 3"),
         ("key", lambda x: x[:, :2], r"key: got shape \(2, 2, 64\), wanted \[B, K, D\] = \[2, 3, 64\]"),
         ("value", lambda x: x.astype(jnp.bfloat16), "value: got dtype bfloat16, wanted float32"),

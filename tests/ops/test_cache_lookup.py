@@ -83,7 +83,7 @@ def test_donated_state_is_updated_in_place():
     "position, bad, message",
     [
         (0, lambda x: x[0], r"query: got shape \(9, 64\), wanted \[B, H, D\]"),
-        (0, lambda x: x.astype(jnp.float16), "query: got dtype float16, wanted float32 or bfloat16"),
+        (0, lambda x: x.astype(jnp.int32), "query: got dtype int32, wanted float32 or bfloat16 or float16"),
         (0, lambda x: x[:, :8], "query heads: got 8, wanted a positive multiple of KV heads = 3"),
         (1, lambda x: x[:1], r"label: got shape \(1, 9, 64\), wanted \[B, H, D\] = \[2, 9, 64\]"),
         (2, lambda x: x.astype(jnp.float32), "age: got dtype float32, wanted int32"),

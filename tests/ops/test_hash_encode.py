@@ -90,7 +90,7 @@ def test_factor_edges():
     "position, bad, message",
     [
         (0, lambda x: x[0], r"x: got shape \(3, 70, 64\), wanted \[B, K, N, D\]"),
-        (0, lambda x: x.astype(jnp.float16), "x: got dtype float16, wanted float32 or bfloat16"),
+        (0, lambda x: x.astype(jnp.int32), "x: got dtype int32, wanted float32 or bfloat16 or float16"),
         (1, lambda x: x[:2], r"weights: got shape \(2, 64, 128\), wanted \[K, D, R\]"),
         (1, lambda x: x[:, :, :33], "weights' hash bits: got 33, wanted a positive multiple of word size = 32"),
         (1, lambda x: x.astype(jnp.bfloat16), "weights: got dtype bfloat16, wanted float32"),

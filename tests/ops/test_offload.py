@@ -116,7 +116,7 @@ def test_ranges_that_do_not_fit_write_nothing(begin, end, message):
     "change, message",
     [
         (dict(rows=rows(0, 8)[0]), r"rows: got shape \(2, 8, 2, 16\), wanted \[B, Ko, N, 2, D\]"),
-        (dict(rows=rows(0, 8, dtype=jnp.float16)), "rows: got dtype float16, wanted float32 or bfloat16"),
+        (dict(rows=rows(0, 8, dtype=jnp.int32)), "rows: got dtype int32, wanted float32 or bfloat16 or float16"),
         (dict(begin=ints(0)), r"begin: got shape \(1,\), wanted \[B\] = \[3\]"),
         (dict(end=jnp.zeros((3,))), "end: got dtype float32, wanted int32"),
         (dict(layer=ints(0, 1)), r"layer: got shape \(2,\)"),

@@ -252,7 +252,7 @@ def test_bad_environment_is_an_error(name, value, message, tmp_path):
     "change, message",
     [
         (dict(query=jnp.zeros((3, 7, 64))), "query heads: got 7, wanted a positive multiple of KV heads = 2"),
-        (dict(query=jnp.zeros((3, 6, 64), jnp.float16)), "query: got dtype float16, wanted float32 or bfloat16"),
+        (dict(query=jnp.zeros((3, 6, 64), jnp.int32)), "query: got dtype int32, wanted float32 or bfloat16 or float16"),
         (dict(weights=jnp.zeros((2, 64, 33))), "weights' hash bits: got 33"),
         (dict(weights=jnp.zeros((2, 64, 32768))), "G·R: got 98304, wanted less than 65536"),
         (

@@ -334,7 +334,7 @@ def test_scarce_memory_is_refused_at_every_step_and_the_next_engine_works():
         (dict(max_tokens=2**31), "max_tokens: got 2147483648, wanted a positive 32-bit integer"),
         (dict(num_slots=0), "num_slots: got 0"),
         (dict(head_dim="64"), "head_dim: got '64', wanted an integer"),
-        (dict(dtype=np.float16), "dtype: got float16, wanted float32 or bfloat16"),
+        (dict(dtype=np.int8), "dtype: got int8, wanted float32, bfloat16 or float16"),
         (dict(threads=0), r"threads: got 0, wanted an integer in \[1, 1024\]"),
         (dict(timeout_s=0), "timeout_s: wanted a number in"),
         (dict(timeout_s=float("nan")), "timeout_s: wanted a number in"),

@@ -14,9 +14,10 @@ struct Weights {
 constexpr int64_t kEncodeBlock = 64;  // most tokens of one call of encode
 
 struct CodesTable {
-  // out[i] = x[i] - mean[i]; returns the sum of squares. The second is for bfloat16.
+  // out[i] = x[i] - mean[i]; returns the sum of squares. The second is for bfloat16, the third for float16.
   float (*centre_f32)(const void* x, const float* mean, int64_t dim, float* out);
   float (*centre_bf16)(const void* x, const float* mean, int64_t dim, float* out);
+  float (*centre_f16)(const void* x, const float* mean, int64_t dim, float* out);
 
   // p = x·W for x [tokens, dim], tokens <= kEncodeBlock: codes [tokens, bits/32] get the bits p > 0, magnitudes [tokens] the
   // sum of |p|. A token's result does not depend on the tokens beside it.

@@ -11,15 +11,12 @@ constexpr int kPanelVecs = 32 / kLanes;
 constexpr int kTileTokens = kLanes == 16 ? 8 : kLanes == 8 ? 3 : 1;
 constexpr int kTilePanels = kLanes == 16 ? 4 : kLanes == 8 ? 2 : 1;  // of a single token
 
-CLO_INLINE float element(const float* x, int64_t i) { return x[i]; }
-CLO_INLINE float element(const uint16_t* x, int64_t i) { return bits_to_float(static_cast<uint32_t>(x[i]) << 16); }
-
 template <typename T>
 float centre(const void* data, const float* mean, int64_t dim, float* out) {
   const T* x = static_cast<const T*>(data);
   float squares = 0;
   for (int64_t i = 0; i < dim; ++i) {
-    out[i] = element(x, i) - mean[i];
+    out[i] = element(x + i) - mean[i];
     squares += out[i] * out[i];
   }
   return squares;
@@ -133,7 +130,7 @@ float quantise(const float* z, int64_t bits, int8_t* levels) {
   return step;
 }
 
-constexpr CodesTable kTable = {centre<float>, centre<uint16_t>, encode, project, quantise};
+constexpr CodesTable kTable = {centre<float>, centre<BF16>, centre<F16>, encode, project, quantise};
 
 }  // namespace
 

@@ -26,6 +26,7 @@ struct RowsBlock {
 struct RowsTable {
   void (*f32)(const RowsBlock& block);
   void (*bf16)(const RowsBlock& block);
+  void (*f16)(const RowsBlock& block);
 };
 
 const RowsTable* rows_table_generic();

@@ -16,20 +16,7 @@ constexpr int kHeads = 2;  // 16 registers
 #endif
 constexpr int kRows = 4;  // rows that share one pass over the query
 
-typedef uint32_t BitVec __attribute__((vector_size(4 * kLanes)));
-typedef uint16_t HalfVec __attribute__((vector_size(2 * kLanes)));
 typedef float Vec4 __attribute__((vector_size(16)));
-
-// bfloat16 is the upper half of a float.
-CLO_INLINE Vec load(const uint16_t* p) {
-  HalfVec half;
-  __builtin_memcpy(&half, p, sizeof half);
-  return (Vec)(__builtin_convertvector(half, BitVec) << 16);
-}
-
-CLO_INLINE float element(const float* p) { return *p; }
-
-CLO_INLINE float element(const uint16_t* p) { return bits_to_float(static_cast<uint32_t>(*p) << 16); }
 
 // Adds the upper half to the lower one until four floats are left.
 CLO_INLINE Vec4 fold(Vec4 x) { return x; }
@@ -211,7 +198,7 @@ void attend_rows(const RowsBlock& b) {
   if (g < b.group) heads<T, 1>(b, rows, g);
 }
 
-constexpr RowsTable kTable = {attend_rows<float>, attend_rows<uint16_t>};
+constexpr RowsTable kTable = {attend_rows<float>, attend_rows<BF16>, attend_rows<F16>};
 
 }  // namespace
 

@@ -32,6 +32,8 @@ struct ScoresTable {
                     const float* offsets, uint16_t* keys);
   void (*exact_bf16)(const void* rows, int64_t n, int64_t dim, const float* query, int64_t group, float scale,
                      const float* offsets, uint16_t* keys);
+  void (*exact_f16)(const void* rows, int64_t n, int64_t dim, const float* query, int64_t group, float scale,
+                    const float* offsets, uint16_t* keys);
 
   // Bit i of `above` and of `equal`: keys[i] > threshold, keys[i] == threshold; for one block.
   void (*compare)(const uint16_t* keys, uint16_t threshold, uint64_t* above, uint64_t* equal);

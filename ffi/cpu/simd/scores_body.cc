@@ -7,15 +7,6 @@
 namespace clo {
 namespace {
 
-CLO_INLINE float half_to_float(uint16_t half) {
-  const uint32_t shifted = static_cast<uint32_t>(half & 0x7fffu) << 13, sign = static_cast<uint32_t>(half >> 15) << 31;
-  const uint32_t exponent = shifted >= 0x0f800000u ? 224u << 23 : 112u << 23;  // infinity and NaN, or a normal number
-  // From its integer, because the mode that flushes denormals would lose the shifted bits.
-  const float subnormal = static_cast<float>(static_cast<int32_t>(half & 0x3ffu)) * 5.9604644775390625e-08f;
-  const uint32_t bits = shifted < 0x00800000u ? float_to_bits(subnormal) : shifted + exponent;
-  return bits_to_float(bits | sign);
-}
-
 CLO_INLINE void add_exp(const float* logits, float* scores) {
   for (int m = 0; m < kBlock; m += kLanes) store(scores + m, load(scores + m) + clamped_exp(load(logits + m)));
 }
@@ -144,9 +135,6 @@ void hata(const uint32_t* codes, int64_t n, const uint32_t* query, int64_t group
 #endif
 }
 
-CLO_INLINE float element(const float* x, int64_t i) { return x[i]; }
-CLO_INLINE float element(const uint16_t* x, int64_t i) { return bits_to_float(static_cast<uint32_t>(x[i]) << 16); }
-
 template <typename T>
 void exact(const void* rows, int64_t n, int64_t dim, const float* query, int64_t group, float scale,
            const float* offsets, uint16_t* keys) {
@@ -158,7 +146,7 @@ void exact(const void* rows, int64_t n, int64_t dim, const float* query, int64_t
       for (int64_t m = 0; m < count; ++m) {
         const T* key = static_cast<const T*>(rows) + (i + m) * 2 * dim;
         float dot = 0;
-        for (int64_t d = 0; d < dim; ++d) dot += query[g * dim + d] * element(key, d);
+        for (int64_t d = 0; d < dim; ++d) dot += query[g * dim + d] * element(key + d);
         dots[m] = dot;
       }
       for (int m = 0; m < kBlock; ++m) dots[m] = scale * dots[m] + offsets[g];
@@ -197,7 +185,7 @@ void compare(const uint16_t* keys, uint16_t threshold, uint64_t* above, uint64_t
   *equal = eq;
 }
 
-constexpr ScoresTable kTable = {build_lookup, sign, hata, exact<float>, exact<uint16_t>, compare};
+constexpr ScoresTable kTable = {build_lookup, sign, hata, exact<float>, exact<BF16>, exact<F16>, compare};
 
 }  // namespace
 

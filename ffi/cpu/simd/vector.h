@@ -38,6 +38,40 @@ CLO_INLINE Vec load(const float* p) {
 
 CLO_INLINE void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
 
+// Elements of 16 bits, as in clo/dtype.h, which only files compiled for one instruction set may include.
+struct BF16 {
+  uint16_t bits;
+};
+struct F16 {
+  uint16_t bits;
+};
+
+typedef uint32_t BitVec __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t HalfVec __attribute__((vector_size(2 * kLanes)));
+
+// bfloat16 is the upper half of a float.
+CLO_INLINE Vec load(const BF16* p) {
+  HalfVec half;
+  std::memcpy(&half, p, sizeof half);
+  return (Vec)(__builtin_convertvector(half, BitVec) << 16);
+}
+
+CLO_INLINE Vec load(const F16* p) {
+#if defined(__AVX512F__)
+  return _mm512_maskz_cvtph_ps(~__mmask16{0}, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__F16C__)
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  HalfVec half;
+  std::memcpy(&half, p, sizeof half);
+  const BitVec bits = __builtin_convertvector(half, BitVec), value = (bits & 0x7fffu) << 13;
+  const BitVec normal = value + (value >= 0x0f800000u ? BitVec{} + (224u << 23) : BitVec{} + (112u << 23));
+  // From its integer, because the mode that flushes denormals would lose the shifted bits.
+  const Vec subnormal = __builtin_convertvector((IntVec)(bits & 0x3ffu), Vec) * 5.9604644775390625e-08f;
+  return (Vec)((value < 0x00800000u ? (BitVec)subnormal : normal) | (bits & 0x8000u) << 16);
+#endif
+}
+
 CLO_INLINE Vec splat(float x) { return Vec{} + x; }
 
 // Bit i is set iff lane i is greater than 0 (NaN is not).
@@ -90,6 +124,19 @@ CLO_INLINE uint32_t float_to_bits(float f) {
   std::memcpy(&u, &f, 4);
   return u;
 }
+
+CLO_INLINE float half_to_float(uint16_t half) {
+  const uint32_t shifted = static_cast<uint32_t>(half & 0x7fffu) << 13, sign = static_cast<uint32_t>(half >> 15) << 31;
+  const uint32_t exponent = shifted >= 0x0f800000u ? 224u << 23 : 112u << 23;  // infinity and NaN, or a normal number
+  // From its integer, because the mode that flushes denormals would lose the shifted bits.
+  const float subnormal = static_cast<float>(static_cast<int32_t>(half & 0x3ffu)) * 5.9604644775390625e-08f;
+  const uint32_t bits = shifted < 0x00800000u ? float_to_bits(subnormal) : shifted + exponent;
+  return bits_to_float(bits | sign);
+}
+
+CLO_INLINE float element(const float* p) { return *p; }
+CLO_INLINE float element(const BF16* p) { return bits_to_float(static_cast<uint32_t>(p->bits) << 16); }
+CLO_INLINE float element(const F16* p) { return half_to_float(p->bits); }
 
 }  // namespace
 }  // namespace clo
