@@ -58,10 +58,23 @@ Arena::Arena(int64_t bytes, const char* purpose, Memory where) : where_(where) {
   size_ = bytes;
 }
 
+Arena::Arena(int64_t bytes, const char* purpose, WindowSource& windows) : where_(Memory::kDevice) {
+  if (bytes == 0) return;
+  try {
+    window_ = windows.open(bytes);
+  } catch (const std::runtime_error& e) {
+    throw OutOfMemory("device memory of " + std::string(purpose) + ": " + std::to_string(bytes) + " bytes needed, " +
+                      e.what());
+  }
+  data_ = window_->device();
+  size_ = bytes;
+  fill(data_, 0, bytes);
+}
+
 Arena::~Arena() { release(); }
 
 void Arena::release() noexcept {
-  if (data_ == nullptr) return;
+  if (data_ == nullptr || window_ != nullptr) return;
 #if CLO_CUDA_BUILD
   if (where_ == Memory::kDevice) {
     device_free(data_);
@@ -79,6 +92,7 @@ Arena& Arena::operator=(Arena&& other) noexcept {
   std::swap(size_, other.size_);
   std::swap(used_, other.used_);
   std::swap(where_, other.where_);
+  std::swap(window_, other.window_);
   return *this;
 }
 

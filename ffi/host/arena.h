@@ -3,8 +3,11 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <new>
 #include <string>
+
+#include "host/backends/window.h"
 
 namespace clo {
 
@@ -34,6 +37,8 @@ class Arena {
   Arena() = default;
   // Zeroed; host memory in huge pages where the system grants them. Throws OutOfMemory.
   Arena(int64_t bytes, const char* purpose, Memory where = Memory::kHost);
+  // Device memory behind a window. Throws OutOfMemory.
+  Arena(int64_t bytes, const char* purpose, WindowSource& windows);
   ~Arena();
   Arena(Arena&& other) noexcept;
   Arena& operator=(Arena&& other) noexcept;
@@ -41,6 +46,7 @@ class Arena {
   Arena& operator=(const Arena&) = delete;
 
   int64_t size() const { return size_; }
+  const Window* window() const { return window_.get(); }
 
   // The next array of the arena. The sum of padded() over all calls must not exceed the size: else std::logic_error.
   template <typename T>
@@ -59,6 +65,7 @@ class Arena {
   int64_t size_ = 0;
   int64_t used_ = 0;
   Memory where_ = Memory::kHost;
+  std::unique_ptr<Window> window_;
 };
 
 }  // namespace clo

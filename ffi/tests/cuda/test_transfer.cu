@@ -1,5 +1,5 @@
-// Backend `pull` on a GPU: the right rows arrive under random requests, with and without a resident kernel, posted by the
-// host and by kernels; every wait ends; the GPU serves again afterwards.
+// Backends `pull`, `bar` and `staged` on a GPU: the right rows arrive under random requests, within begin() and end() and
+// without, posted by the host and by kernels; every wait ends; the GPU serves again afterwards.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -12,13 +12,20 @@
 
 #include "cuda/check.h"
 #include "cuda/flags.cuh"
-#include "cuda/pull.h"
+#include "cuda/hand_over.h"
+#include "host/backends/backend.h"
 #include "host/engine.h"
 #include "tests/check.h"
 
 using namespace clo;
 
 namespace {
+
+std::string backend;    // under test
+int64_t threads = 3;
+bool serialised = false;  // kernels of two streams never run at the same time: a sanitizer's doing
+
+bool by_threads() { return backend != "pull"; }
 
 struct Shape {
   std::vector<int64_t> kv_heads;
@@ -35,7 +42,8 @@ EngineConfig config_of(const Shape& s, double timeout_s = 20.0) {
   c.head_dim = s.head_dim;
   c.dtype = s.dtype;
   c.timeout_s = timeout_s;
-  c.backend = "pull";
+  c.backend = backend;
+  c.threads = threads;
   return c;
 }
 
@@ -166,7 +174,7 @@ __global__ void consume(cuda::EngineRef engine, unsigned long long* wrong) {
 }
 
 struct Program {
-  explicit Program(const Engine& engine, int64_t layers) : ref(*engine.device()), layers(layers) {
+  Program(Engine& engine, int64_t layers) : engine(engine), ref(*engine.device()), layers(layers) {
     CLO_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     CLO_CUDA_CHECK(cudaMalloc(&wrong, sizeof *wrong));
     CLO_CUDA_CHECK(cudaMalloc(&numbers, static_cast<size_t>(layers) * 4));
@@ -194,9 +202,11 @@ struct Program {
     for (int64_t l = 0; l <= layers; ++l) {
       if (l < layers) {
         produce<<<1, 1024, 0, stream>>>(of(l), n);
-        CLO_CUDA_CHECK(cuda::serve_posted(of(l), stream));
+        CLO_CUDA_CHECK(cuda::follow_post(of(l), stream));
       }
-      if (l > 0) consume<<<1, 1024, 0, stream>>>(of(l - 1), wrong);
+      if (l == 0) continue;
+      if (serialised) CHECK(engine.wait(l - 1).empty());
+      consume<<<1, 1024, 0, stream>>>(of(l - 1), wrong);
     }
   }
   unsigned long long mismatches() const {
@@ -206,6 +216,7 @@ struct Program {
     return n;
   }
 
+  Engine& engine;
   cuda::EngineRef ref;
   int64_t layers;
   cudaStream_t stream = nullptr;
@@ -255,6 +266,10 @@ void check_usable(Engine& engine) {
 
 bool contains(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }
 
+std::string request_name(int layer, int request) {
+  return "layer " + std::to_string(layer) + ", backend " + backend + ", request " + std::to_string(request);
+}
+
 void test_abort() {
   Engine engine(config_of(kProgramShape));
   fill_host(engine, 3);
@@ -264,14 +279,32 @@ void test_abort() {
   CHECK(program.mismatches() == 0);
   engine.abort("the test says so");
   std::string why = engine.end();
-  CHECK(contains(why, "backend pull") && contains(why, "aborted: the test says so"));
-  CHECK(contains(why, "layer 0, backend pull, request 2"));
+  CHECK(contains(why, "aborted: the test says so"));
+  CHECK(contains(why, request_name(0, by_threads() ? 1 : 2).c_str()));
   program.step(1);  // a program that comes too late gives up at once
   CLO_CUDA_CHECK(cudaStreamSynchronize(program.stream));
   CHECK(contains(engine.wait(1), "aborted"));
   check_usable(engine);
   engine.abort("between programs");
   CHECK(contains(engine.end(), "aborted: between programs"));
+  check_usable(engine);
+}
+
+// An abort while a kernel waits for rows that are not coming.
+void test_abort_of_a_wait() {
+  Engine engine(config_of(kProgramShape));
+  fill_host(engine, 3);
+  Program program(engine, 3);
+  engine.inject_delay(1'000'000'000, 1);
+  const auto start = std::chrono::steady_clock::now();
+  engine.begin(300);
+  program.step(0);
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  engine.abort("enough");
+  const std::string why = engine.end();
+  CHECK(contains(why, "aborted: enough") && contains(why, ("backend " + backend).c_str()));
+  CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(5));
+  engine.inject_delay(0, 0);
   check_usable(engine);
 }
 
@@ -283,19 +316,61 @@ void test_time_limits() {
   engine.begin(3);
   std::this_thread::sleep_for(std::chrono::milliseconds(300));
   const std::string idle = engine.end();
-  CHECK(contains(idle, "layer 0, backend pull, request 1: not posted in time (limit 0.100 s)"));
+  // Threads wait for as long as the program likes.
+  if (by_threads()) CHECK(idle.empty());
+  else CHECK(contains(idle, "layer 0, backend pull, request 1: not posted in time (limit 0.100 s)"));
   check_usable(engine);
   // Posted, and nobody serves it: attention gives up, and so does everything after it.
   produce<<<1, 1024, 0, program.stream>>>(program.of(1), 0);
   for (int i = 0; i < 20; ++i) consume<<<1, 1024, 0, program.stream>>>(program.of(1), program.wrong);
   CLO_CUDA_CHECK(cudaStreamSynchronize(program.stream));
   // check_usable has reset the numbers and used ten.
-  CHECK(contains(engine.end(), "layer 1, backend pull, request 11: not delivered in time (limit 0.100 s)"));
+  CHECK(contains(engine.end(), (request_name(1, 11) + ": not delivered in time (limit 0.100 s)").c_str()));
   CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(5));
   check_usable(engine);
 }
 
-void test_reset_and_close_end_a_resident_kernel() {
+// Served, but too late.
+void test_a_flag_that_never_comes() {
+  Engine engine(config_of(kProgramShape, 0.1));
+  fill_host(engine, 3);
+  Program program(engine, 3);
+  engine.inject_delay(1'000'000'000, 1);
+  for (bool within : {true, false}) {
+    const auto start = std::chrono::steady_clock::now();
+    if (within) engine.begin(3);
+    program.step(0);
+    CLO_CUDA_CHECK(cudaStreamSynchronize(program.stream));
+    const std::string why = engine.end();
+    CHECK(contains(why, (request_name(0, 1) + ": not delivered in time (limit 0.100 s)").c_str()));
+    CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(5));
+    engine.reset();  // does not sit the delay out
+    CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(5));
+  }
+  engine.inject_delay(0, 0);
+  check_usable(engine);
+}
+
+void test_a_dead_thread() {
+  Engine engine(config_of(kProgramShape));
+  fill_host(engine, 3);
+  Program program(engine, 3);
+  for (bool within : {true, false}) {
+    const auto start = std::chrono::steady_clock::now();
+    engine.inject_thread_death(5);
+    if (within) engine.begin(300);
+    for (uint32_t n = 0; n < 10; ++n) program.step(n);
+    CLO_CUDA_CHECK(cudaStreamSynchronize(program.stream));
+    const std::string why = engine.end();
+    CHECK(contains(why, "transfer thread ") && contains(why, "died while it served layer ") &&
+          contains(why, ("backend " + backend).c_str()) && contains(why, "injected death"));
+    CHECK(contains(engine.wait(2), ("layer 2, backend " + backend + ", request ").c_str()));
+    CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(5));
+    check_usable(engine);
+  }
+}
+
+void test_reset_and_close_end_a_program() {
   Engine engine(config_of(kProgramShape));
   fill_host(engine, 3);
   engine.begin(1000);
@@ -327,11 +402,8 @@ void test_refusals() {
   CHECK(engine.end().empty());
 }
 
-}  // namespace
 
-// "small": nothing that runs beside something else, for a sanitizer, which holds kernels back.
-int main(int argc, char** argv) {
-  const bool small = argc > 1 && std::strcmp(argv[1], "small") == 0;
+void run(bool small) {
   const Shape shapes[] = {
       {{2, 0, 3}, 2, 500, 40, 128, DType::kBF16},  // 512-byte rows
       {{1}, 3, 257, 33, 16, DType::kF32},          // 128
@@ -342,21 +414,51 @@ int main(int argc, char** argv) {
       {{8}, 160, 64, 8, 64, DType::kBF16},         // more heads than fit at once
   };
   for (const Shape& s : shapes)
-    for (bool resident : {false, true})
-      if (!small || !resident) test_rows_posted_by_the_host(s, resident);
+    for (bool within : {false, true})
+      if (!small || !within || by_threads()) test_rows_posted_by_the_host(s, within);
   test_rows_posted_by_kernels(false, 0, small ? 5 : 200);
-  if (small) {
-    std::puts("ok");
-    return 0;
+  if (small) return;
+  for (int64_t n : {1, 2, 4, 8}) {
+    threads = n;
+    test_rows_posted_by_kernels(true, 0, by_threads() ? 400 : 1500);
+    test_rows_posted_by_kernels(true, 40, 200);
+    if (!by_threads()) break;
   }
-  test_rows_posted_by_kernels(true, 0, 1500);
-  test_rows_posted_by_kernels(true, 40, 200);
+  threads = 3;
   test_end_before_the_count();
   test_abort();
   test_time_limits();
-  test_reset_and_close_end_a_resident_kernel();
+  if (by_threads()) {
+    test_abort_of_a_wait();
+    test_a_flag_that_never_comes();
+    test_a_dead_thread();
+  }
+  test_reset_and_close_end_a_program();
   test_refusals();
   CLO_CUDA_CHECK(cudaDeviceSynchronize());
+}
+
+}  // namespace
+
+// test_transfer [small] [backend...]: "small": nothing that runs beside something else, for a sanitizer, which holds
+// kernels back. Backends that are named must be there; without names all that are there.
+int main(int argc, char** argv) {
+  std::vector<std::string> wanted;
+  for (int i = 1; i < argc; ++i) {
+    if (std::strcmp(argv[i], "small") == 0) serialised = true;
+    else wanted.push_back(argv[i]);
+  }
+  for (const BackendInfo& b : list_backends()) {
+    if (b.name == "host") continue;
+    const bool named = std::find(wanted.begin(), wanted.end(), b.name) != wanted.end();
+    if (!wanted.empty() && !named) continue;
+    std::printf("%s: %s: %s\n", b.name.c_str(), b.available ? "tested" : "not available", b.reason.c_str());
+    std::fflush(stdout);
+    CHECK(b.available || !named);
+    if (!b.available) continue;
+    backend = b.name;
+    run(serialised);
+  }
   std::puts("ok");
   return 0;
 }
