@@ -7,7 +7,7 @@ import numpy as np
 
 from clo_jax import _host
 from clo_jax.errors import CloError, TransferError
-from clo_jax.transfer.engine import Engine, default_threads
+from clo_jax.transfer.engine import Engine
 
 _HEADS, _HEAD_DIM = 8, 128
 _TOKENS = 16384  # 64 MiB of rows: more than the caches hold
@@ -37,7 +37,8 @@ class Probe:
 
 
 def backends() -> tuple[Backend, ...]:
-    """All backends of this version, in the order in which "auto" tries them; nothing is copied."""
+    """All backends of this version, in the order in which "auto" tries them. Each of a GPU has copied a few rows:
+    the first call takes a second or two, and what it finds out is kept."""
     return tuple(Backend(*fields) for fields in _host.backends())
 
 
@@ -66,7 +67,6 @@ def probe(backend: str = "auto", threads: int | None = None) -> Probe:
       ValueError: an unknown or unavailable backend.
       TransferError: the copy fails or delivers wrong rows.
     """
-    threads = default_threads() if threads is None else threads
     random = np.random.default_rng(0)
     with Engine([_HEADS], 1, _TOKENS, _SLOTS, _HEAD_DIM, "bfloat16", backend, threads) as engine:
         host = engine.host_rows(0).view(np.uint16)

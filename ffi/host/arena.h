@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <new>
 #include <string>
@@ -27,6 +28,9 @@ enum class Memory {
   kDevice,  // of the GPU, which the host does not reach
 };
 
+// Called while memory is touched and pinned, which takes seconds for tens of gigabytes: bytes done, and of how many.
+using Progress = std::function<void(int64_t done, int64_t total)>;
+
 class Arena {
  public:
   static constexpr int64_t kAlignment = 64;
@@ -36,7 +40,7 @@ class Arena {
 
   Arena() = default;
   // Zeroed; host memory in huge pages where the system grants them. Throws OutOfMemory.
-  Arena(int64_t bytes, const char* purpose, Memory where = Memory::kHost);
+  Arena(int64_t bytes, const char* purpose, Memory where = Memory::kHost, const Progress& progress = {});
   // Device memory behind a window. Throws OutOfMemory.
   Arena(int64_t bytes, const char* purpose, WindowSource& windows);
   ~Arena();

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -27,6 +28,7 @@ struct EngineConfig {
   bool offload = true;      // false: rows stay put and attention reads them through the slot table; no threads
   std::string backend = "auto";
   int64_t device = -1;      // ordinal of the GPU that CUDA knows it by; -1: the calling thread's current one
+  std::function<void(int64_t done, int64_t total)> progress;  // bytes of host rows that are pinned; may be empty
   std::string link;         // out: what maps device memory for backend bar, else empty
 };
 

@@ -50,7 +50,7 @@ Layers::Layers(const EngineConfig& c, WindowSource* windows) : offload_(c.offloa
     requests = add(requests, Arena::padded(n.heads, 4) + 2 * Arena::padded(n.slots, 4));
   }
   const Memory device = on_device_ ? Memory::kDevice : Memory::kHost;
-  host_ = Arena(host, "host rows", on_device_ && c.offload ? Memory::kMapped : device);
+  host_ = Arena(host, "host rows", on_device_ && c.offload ? Memory::kMapped : device, c.progress);
   if (windows == nullptr) selected_.emplace_back(selected, "selected rows", device);
   tables_ = Arena(tables, "slot tables", device);
   requests_ = Arena(requests, "requests", device);
