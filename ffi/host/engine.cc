@@ -45,9 +45,9 @@ EngineConfig resolved(EngineConfig c) {
 std::shared_ptr<WindowSource> open_windows([[maybe_unused]] EngineConfig* c) {
 #if CLO_CUDA_BUILD
   if (c->backend == "bar" && c->offload) {
-    std::shared_ptr<WindowSource> windows = find_windows();
-    c->link = windows->name();
-    return windows;
+    FoundWindows found = find_windows();
+    c->link = found.source->name();
+    return std::move(found.source);
   }
 #endif
   return nullptr;

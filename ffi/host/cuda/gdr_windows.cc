@@ -86,26 +86,30 @@ void probe(WindowSource& source) {
 
 std::unique_ptr<WindowSource> make_gdr_windows() { return std::make_unique<GdrWindows>(); }
 
-std::shared_ptr<WindowSource> find_windows() {
+std::unique_ptr<WindowSource> choose_windows(std::string* skipped) {
+  skipped->clear();
+  for (const auto make : {make_gdr_windows, make_vulkan_windows}) {
+    try {
+      std::unique_ptr<WindowSource> source = make();
+      probe(*source);
+      return source;
+    } catch (const std::runtime_error& e) {
+      *skipped += (skipped->empty() ? "" : "; ") + std::string(e.what());
+    }
+  }
+  throw std::runtime_error(*skipped);
+}
+
+FoundWindows find_windows() {
   static std::mutex mutex;
   // Never destroyed: windows of control blocks stay open, see DeviceControl.
-  static auto* const found = new std::map<int, std::shared_ptr<WindowSource>>;
+  static auto* const known = new std::map<int, FoundWindows>;
   int device = 0;
   if (cudaGetDevice(&device) != cudaSuccess) throw std::runtime_error("no GPU");
   std::lock_guard<std::mutex> lock(mutex);
-  std::shared_ptr<WindowSource>& source = (*found)[device];
-  if (source != nullptr) return source;
-  std::string reasons;
-  for (const auto make : {make_gdr_windows, make_vulkan_windows}) {
-    try {
-      std::shared_ptr<WindowSource> candidate = make();
-      probe(*candidate);
-      return source = candidate;
-    } catch (const std::runtime_error& e) {
-      reasons += (reasons.empty() ? "" : "; ") + std::string(e.what());
-    }
-  }
-  throw std::runtime_error(reasons);
+  FoundWindows& found = (*known)[device];
+  if (found.source == nullptr) found.source = choose_windows(&found.skipped);
+  return found;
 }
 
 }  // namespace clo

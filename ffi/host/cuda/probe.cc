@@ -6,6 +6,7 @@
 #include <exception>
 #include <vector>
 
+#include "host/cuda/windows.h"
 #include "host/engine.h"
 
 namespace clo {
@@ -13,6 +14,14 @@ namespace {
 
 constexpr int64_t kHeads = 2, kTokens = 64, kSlots = 16, kHeadDim = 64;
 constexpr double kTimeoutS = 5;
+
+std::string how_it_moves(const std::string& name) {
+  if (name == "pull") return "kernels read pinned host memory";
+  if (name == "staged") return "CPU threads gather rows for the copy engine";
+  const FoundWindows found = find_windows();
+  const std::string skipped = found.skipped.empty() ? "" : " (" + found.skipped + ")";
+  return std::string("CPU threads write through the PCIe BAR, mapped by ") + found.source->name() + skipped;
+}
 
 std::string try_copy(Engine& engine) {
   const LayerView v = engine.layer(0);
@@ -66,9 +75,7 @@ std::string probe_backend(const std::string& name, std::string* how) {
   c.backend = name;
   try {
     Engine engine(c, Engine::kUnprobed);
-    *how = name == "pull"     ? "kernels read pinned host memory"
-           : name == "bar"    ? "CPU threads write through the PCIe BAR, mapped by " + engine.config().link
-                              : "CPU threads gather rows for the copy engine";
+    *how = how_it_moves(name);
     return try_copy(engine);
   } catch (const std::exception& e) {
     return e.what();
