@@ -1,5 +1,5 @@
-// Requests that threads of the CPU serve (backends bar and staged): a kernel behind each prefetch hands the request over,
-// and with `staged` another one takes the rows from a staging buffer to their slots.
+// Requests that threads of the CPU serve (backends bar and staged): a kernel behind each prefetch hands the request
+// over, and with `staged` another one takes the rows from a staging buffer to their slots.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,8 +10,8 @@
 
 namespace clo::cuda {
 
-// Copies the request of one layer that has been posted earlier in this stream to pinned memory (TransferControl::mirrors)
-// and rings the layer's doorbell. A request without moves is ready at once. Nothing happens after a failure.
+// Copies the request of one layer that has been posted earlier in this stream to pinned memory
+// (TransferControl::mirrors) and rings the layer's doorbell. A request without moves is ready at once. Nothing happens after a failure.
 cudaError_t hand_over(const EngineRef& engine, cudaStream_t stream);
 
 // What a prefetch is followed by, in every engine with transfers: hand_over or serve_posted.

@@ -22,7 +22,8 @@ constexpr int64_t kPage = 4096;
 // Anonymous memory, or null. `aligned`: starts at a huge page, so that all of it can be in huge pages.
 void* map_memory(int64_t bytes, bool aligned) {
   const int64_t more = aligned ? kHugePage : 0;
-  void* p = mmap(nullptr, static_cast<size_t>(bytes + more), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS;
+  void* p = mmap(nullptr, static_cast<size_t>(bytes + more), PROT_READ | PROT_WRITE, kFlags, -1, 0);
   if (p == MAP_FAILED) return nullptr;
   if (!aligned) return p;
   char* const begin = static_cast<char*>(p);

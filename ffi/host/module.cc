@@ -287,7 +287,7 @@ NB_MODULE(_host, m) {
         nb::arg("resident"), nb::arg("group"), nb::arg("head_dim"), nb::arg("bits"),
         "Bytes of scratch that clo_attend wants as its last result.");
   m.def("backends", &backends,
-        "(name, available, reason) of every transfer backend, in the order of \"auto\", each after a copy of a few rows.");
+        "(name, available, reason) of every transfer backend in the order of \"auto\", each after a copy of some rows.");
   m.def("find_backend", &find_backend, nb::arg("name"), "(available, reason) of one of them.");
   m.def("instruction_set", [] { return std::string(clo::isa_name()); },
         "Of the CPU kernels: generic, avx2 or avx512. ValueError when CLO_JAX_ISA names none that works here.");

@@ -1,12 +1,11 @@
-// The node of a PCI device by a /sys of the test's own, and the advice to the system, which may be refused but not harm.
+// The node of a PCI device by a /sys of the test's own, and the advice to the system, which may be refused.
 #include "host/numa.h"
 
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
-#include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <string>
 
@@ -14,28 +13,25 @@
 
 namespace {
 
-void make(const std::string& root, const std::string& address, const char* text) {
-  std::string folder = root;
-  for (const std::string& name : {std::string("sys"), std::string("bus"), std::string("pci"), std::string("devices"), address}) {
-    folder += "/" + name;
-    mkdir(folder.c_str(), 0700);
-  }
-  std::ofstream(folder + "/numa_node") << text;
+void make(const std::filesystem::path& root, const std::string& address, const char* text) {
+  const std::filesystem::path folder = root / "sys/bus/pci/devices" / address;
+  std::filesystem::create_directories(folder);
+  std::ofstream(folder / "numa_node") << text;
 }
 
 }  // namespace
 
 int main() {
-  char root[] = "/tmp/clo_test_numa_XXXXXX";
-  CHECK(mkdtemp(root) != nullptr);
+  const std::filesystem::path root =
+      std::filesystem::temp_directory_path() / ("clo_test_numa_" + std::to_string(getpid()));
   make(root, "0000:1a:00.0", "1\n");
   make(root, "0000:1b:00.0", "-1\n");
   make(root, "0000:1c:00.0", "none\n");
-  CHECK(clo::numa_node_of_pci("0000:1A:00.0", root) == 1);
-  CHECK(clo::numa_node_of_pci("0000:1b:00.0", root) == -1);
-  CHECK(clo::numa_node_of_pci("0000:1c:00.0", root) == -1);
-  CHECK(clo::numa_node_of_pci("0000:1d:00.0", root) == -1);
-  CHECK(std::system(("rm -r " + std::string(root)).c_str()) == 0);
+  CHECK(clo::numa_node_of_pci("0000:1A:00.0", root.string()) == 1);
+  CHECK(clo::numa_node_of_pci("0000:1b:00.0", root.string()) == -1);
+  CHECK(clo::numa_node_of_pci("0000:1c:00.0", root.string()) == -1);
+  CHECK(clo::numa_node_of_pci("0000:1d:00.0", root.string()) == -1);
+  std::filesystem::remove_all(root);
 
   constexpr int64_t kBytes = 1 << 20;
   void* data = mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

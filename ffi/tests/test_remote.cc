@@ -1,6 +1,6 @@
-// Threads that serve a GPU (RemoteBackend), where a thread of the test stands in for the GPU: it hands requests over and
-// waits for their numbers as kernels do. Rows go by every kind of streaming store, or by way of a staging buffer. Also a
-// program for the sanitizers.
+// Threads that serve a GPU (RemoteBackend), where a thread of the test stands in for the GPU: it hands requests over
+// and waits for their numbers as kernels do. Rows go by every kind of streaming store, or by way of a staging buffer.
+// Also a program for the sanitizers.
 #include <algorithm>
 #include <atomic>
 #include <chrono>

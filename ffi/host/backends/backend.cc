@@ -22,7 +22,7 @@ BackendInfo look_at(const std::string& name) {
 BackendInfo look_at(const std::string& name) {
   if (name == "host") return {name, true, "copies inside host memory"};
   static std::mutex mutex;
-  static std::map<std::pair<std::string, int>, BackendInfo>* known = new std::map<std::pair<std::string, int>, BackendInfo>;
+  static auto* const known = new std::map<std::pair<std::string, int>, BackendInfo>;
   std::lock_guard<std::mutex> lock(mutex);
   int device = 0;
   std::string why = probe_device(&device);

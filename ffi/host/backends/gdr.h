@@ -39,8 +39,8 @@ class GdrLibrary {
     bool pinned_ = false;
   };
 
-  // Maps [device, device + bytes), both multiples of kPage, for as long as the mapping lives, which must be shorter than
-  // the library. Throws std::runtime_error that names the refused step. One call at a time: the library is not
+  // Maps [device, device + bytes), both multiples of kPage, for as long as the mapping lives, which must be shorter
+  // than the library. Throws std::runtime_error that names the refused step. One call at a time: the library is not
   // thread-safe.
   std::unique_ptr<Mapping> map(uint64_t device, int64_t bytes);
 

@@ -1,5 +1,5 @@
-// Rows copied past the caches: by stores that a write-combining mapping (a window, window.h) takes at full speed, with the
-// scattered source rows fetched ahead.
+// Rows copied past the caches: by stores that a write-combining mapping (a window, window.h) takes at full speed, with
+// the scattered source rows fetched ahead.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace clo {
 
-// Copies one row of `bytes` to a destination aligned to 64 bytes... of which every width of store divides both.
+// Copies one row to a destination; both the address and `bytes` are multiples of the width of the stores.
 using CopyRow = void (*)(char* to, const char* from, int64_t bytes);
 
 struct StreamStores {

@@ -1,5 +1,5 @@
-// Device memory that the host writes at addresses of its own, through the PCIe BAR. Stores there are write-combined: they
-// leave the CPU in order only around an sfence. Nobody reads there, which takes a microsecond a word.
+// Device memory that the host writes at addresses of its own, through the PCIe BAR. Stores there are write-combined:
+// they leave the CPU in order only around an sfence. Nobody reads there, which takes a microsecond a word.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,6 @@
-// The engine's state on a GPU: flags, control block, views and counters, which kernels reach through an EngineRef, and the
-// stream by which the host looks at them. What moves the rows is on top of it (pull_transfers.h, served_transfers.h).
+// The engine's state on a GPU: flags, control block, views and counters, which kernels reach through an EngineRef, and
+// the stream by which the host looks at them. What moves the rows is on top of it (pull_transfers.h,
+// served_transfers.h).
 //
 // Not thread-safe, but for what is const. Every method wants the engine's device to be the current one.
 #pragma once
@@ -18,8 +19,8 @@ namespace clo {
 
 class DeviceControl {
  public:
-  // `views` of arenas in device memory. With `windows` the flags and the error word are written by the host too, through
-  // a window. Throws std::invalid_argument for shapes that the kernels do not take, std::runtime_error.
+  // `views` of arenas in device memory. With `windows` the flags and the error word are written by the host too,
+  // through a window. Throws std::invalid_argument for shapes that the kernels do not take, std::runtime_error.
   DeviceControl(const EngineConfig& config, const std::vector<LayerView>& views, WindowSource* windows);
   ~DeviceControl();
   DeviceControl(const DeviceControl&) = delete;

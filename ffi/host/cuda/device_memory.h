@@ -11,8 +11,8 @@ namespace clo {
 void* device_allocate(int64_t bytes, const char* purpose);
 void device_free(void* data) noexcept;
 
-// Touches every page (with several threads: one alone takes seconds for gigabytes) on the NUMA node of the GPU where there
-// is one, pins the memory and makes it readable for kernels at its own address. Throws OutOfMemory.
+// Touches every page (with several threads: one alone takes seconds for gigabytes) on the NUMA node of the GPU where
+// there is one, pins the memory and makes it readable for kernels at its own address. Throws OutOfMemory.
 void device_map(void* host, int64_t bytes, const char* purpose, const Progress& progress);
 void device_unmap(void* host) noexcept;
 

@@ -38,9 +38,9 @@ class BarLink : public GpuLink {
   const StreamStores& stores_;
 };
 
-// Rows are gathered in pinned memory. The thread that gathers the last ones of a request starts one copy of all of them,
-// and a kernel behind it that takes them to their slots and publishes the request: CUDA calls, which cannot be avoided
-// here. They neither allocate nor load anything: buffers, streams and kernels are there from the start, because a first
+// Rows are gathered in pinned memory. The thread that gathers the last ones of a request starts one copy of all of
+// them, and a kernel behind it that takes them to their slots and publishes the request: CUDA calls, which cannot be
+// avoided here. They neither allocate nor load anything: buffers, streams and kernels are there from the start, because a first
 // launch would wait for the program that waits for these rows.
 class StagedLink : public GpuLink {
  public:

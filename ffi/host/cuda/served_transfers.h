@@ -1,5 +1,5 @@
-// Backends `bar` and `staged`: threads of the CPU (transfers.h) serve what kernels post. Behind each prefetch a kernel hands
-// the request over through pinned memory (cuda/hand_over.h); the thread that copies its last rows publishes it.
+// Backends `bar` and `staged`: threads of the CPU (transfers.h) serve what kernels post. Behind each prefetch a kernel
+// hands the request over through pinned memory (cuda/hand_over.h); the thread that copies its last rows publishes it.
 #pragma once
 
 #include <memory>
@@ -36,7 +36,8 @@ class ServedTransfers : public TransferService {
 
  private:
   void settle() const;          // until programs that were started are done
-  // Of the threads, else of the kernels; empty: none. Names the request that is waited for, or that which the kernels name.
+  // Of the threads, else of the kernels; empty: none. Names the request that is waited for, or that which the kernels
+  // name.
   std::string failure() const;
   std::string failure(int64_t layer, uint64_t request) const;
 

@@ -1,5 +1,5 @@
-// The little of Vulkan 1.1 that exporting mapped device memory takes: names, values and layouts as in the specification,
-// so that no headers are needed to build.
+// The little of Vulkan 1.1 that exporting mapped device memory takes: values and layouts as in the specification, so
+// that no headers are needed to build.
 #pragma once
 
 #include <cstdint>

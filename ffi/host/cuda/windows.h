@@ -1,4 +1,4 @@
-// Sources of windows onto the current CUDA device. Each constructor throws std::runtime_error that says what is missing.
+// Sources of windows onto the current CUDA device. What makes one throws std::runtime_error that says what is missing.
 #pragma once
 
 #include <memory>

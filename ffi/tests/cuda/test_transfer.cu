@@ -1,5 +1,5 @@
-// Backends `pull`, `bar` and `staged` on a GPU: the right rows arrive under random requests, within begin() and end() and
-// without, posted by the host and by kernels; every wait ends; the GPU serves again afterwards.
+// Backends `pull`, `bar` and `staged` on a GPU: the right rows arrive under random requests, within begin() and end()
+// and without, posted by the host and by kernels; every wait ends; the GPU serves again afterwards.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>

@@ -1,5 +1,5 @@
-// Windows onto device memory on a GPU: stores of the CPU arrive, memory is given back, and each source that cannot be had
-// says why. The stand-in for libgdrapi maps ordinary memory, which the probe must notice.
+// Windows onto device memory on a GPU: stores of the CPU arrive, memory is given back, and each source that cannot be
+// had says why. The stand-in for libgdrapi maps ordinary memory, which the probe must notice.
 #include <dirent.h>
 
 #include <cstdio>

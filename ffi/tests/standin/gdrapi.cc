@@ -1,5 +1,5 @@
-// A stand-in for NVIDIA's libgdrapi, for tests only: it "maps" ordinary memory, whatever device address it is given, and
-// refuses the step that the environment variable STANDIN_GDR_REFUSE names. It never touches a GPU.
+// A stand-in for NVIDIA's libgdrapi, for tests only: it "maps" ordinary memory, whatever device address it is given,
+// and refuses the step that the environment variable STANDIN_GDR_REFUSE names. It never touches a GPU.
 #include <sys/mman.h>
 
 #include <cerrno>
