@@ -21,7 +21,7 @@ def test_every_backend_is_listed_with_a_reason():
 
 
 def test_the_probe_copies_and_measures():
-    measured = backends.probe(threads=2)
+    measured = backends.probe("host", threads=2)
     assert measured.threads == 2 and measured.row_bytes == 512
     assert 0.01 < measured.gb_per_s < 1000
     assert 0 < measured.latency_us < 1e6
@@ -35,7 +35,7 @@ def test_the_probe_notices_wrong_rows(monkeypatch):
 
     monkeypatch.setattr(backends, "Engine", Forgetful)
     with pytest.raises(TransferError, match="backend host: 1 of 13120 rows arrived wrong"):
-        backends.probe()
+        backends.probe("host")
     host = backends.report()[-1]
     assert not host.available and host.gb_per_s is None
     assert host.reason == "its probe copy failed: backend host: 1 of 13120 rows arrived wrong"
