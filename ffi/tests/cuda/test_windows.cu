@@ -4,6 +4,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -90,9 +91,10 @@ void memory_is_given_back(WindowSource& source) {
 
 }  // namespace
 
-// test_windows STANDIN: the stand-in's file.
+// test_windows [small] [STANDIN]: the stand-in's file where it is not where it was built; "small" changes nothing.
 int main(int argc, char** argv) {
-  const char* standin = argc > 1 ? argv[1] : CLO_STANDIN_GDRAPI;
+  const bool given = argc > 1 && std::strcmp(argv[argc - 1], "small") != 0;
+  const char* standin = given ? argv[argc - 1] : CLO_STANDIN_GDRAPI;
   std::unique_ptr<WindowSource> source;
   const struct {
     const char *library, *step, *text;
