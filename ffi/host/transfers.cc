@@ -8,13 +8,6 @@
 namespace clo {
 namespace {
 
-// A round trip through a condition variable costs about this long on two cores. Whoever spins yields all the while: on a
-// busy machine both sides are often on one core, where a spin without it holds up just what it waits for (measured, one
-// row from post to ready with 11 runnable tasks on two cores: 106 us without, 3 us with).
-constexpr auto kSpin = std::chrono::microseconds(50);
-// How long a thread that looks out for requests of a GPU sleeps between looks: doubled from one look to the next.
-constexpr auto kFirstNap = std::chrono::microseconds(50);
-constexpr auto kLongestNap = std::chrono::microseconds(2000);
 constexpr int64_t kMinChunkBytes = int64_t{16} << 10;
 constexpr int64_t kMaxChunkBytes = int64_t{256} << 10;
 constexpr int64_t kChunksPerThread = 4;  // so that a thread that is late holds up a fraction of its share only
@@ -25,13 +18,13 @@ std::string seconds(double s) {
   return text;
 }
 
-uint64_t count_moves(const LayerView& v) {
+}  // namespace
+
+uint64_t Transfers::count_moves(const LayerView& v) {
   uint64_t rows = 0;
   for (int64_t h = 0; h < v.batch * v.kv_heads; ++h) rows += static_cast<uint64_t>(v.request.counts[h]);
   return rows;
 }
-
-}  // namespace
 
 Transfers::Transfers(const std::string& name, std::unique_ptr<Backend> backend, const std::vector<LayerView>& views,
                      int64_t threads, double timeout_s)
@@ -113,14 +106,6 @@ void Transfers::abort(const std::string& why) {
   for (size_t i = 0; i < views_.size(); ++i)
     if (queue_.outstanding(static_cast<int64_t>(i))) layer = static_cast<int64_t>(i);
   fail("aborted: " + why, layer, chunks_[static_cast<size_t>(layer)].taken);
-}
-
-void Transfers::hot(bool on) {
-  Lock lock(mutex_);
-  hot_ = on;
-  if (!on) return;
-  interrupt_.notify_all();
-  work_.notify_all();
 }
 
 std::string Transfers::failure() const {
@@ -280,58 +265,6 @@ bool Transfers::await_work(Lock& lock) {
   }
   work_.wait(lock, ready);
   return !stopping_;
-}
-
-// The same where requests come from a GPU: whoever is idle looks out for them, unless another thread does.
-bool Transfers::await_remote_work(Lock& lock) {
-  std::chrono::microseconds nap = kFirstNap;
-  for (;;) {
-    if (stopping_) return false;
-    if (!failed_ && queue_.has_work()) return true;
-    if (failed_) {
-      work_.wait(lock, [this] { return stopping_; });
-    } else if (!watched_) {
-      watched_ = true;
-      lock.unlock();
-      const int64_t layer = look_out(Clock::now() + (nap == kFirstNap ? kSpin : Clock::duration::zero()));
-      lock.lock();
-      if (layer < 0 || failed_ || !take(layer)) {
-        // Still watched: the others sleep on.
-        if (!failed_ && !hot_) interrupt_.wait_for(lock, nap, [this] { return failed_ || hot_; });
-        nap = std::min(2 * nap, kLongestNap);
-      }
-      watched_ = false;
-      if (failed_) work_.notify_all();
-    } else if (hot_) {
-      lock.unlock();
-      while (hot_ && watched_ && !wake_.load(std::memory_order_relaxed)) std::this_thread::yield();
-      lock.lock();
-    } else {
-      work_.wait(lock, [this] { return stopping_ || failed_ || hot_ || queue_.has_work() || !watched_; });
-    }
-  }
-}
-
-// A layer with a request that is not in the queue yet, or -1 when there is none until then.
-int64_t Transfers::look_out(Clock::time_point until) const {
-  do {
-    for (size_t i = 0; i < views_.size(); ++i)
-      if (remote_->posted(static_cast<int64_t>(i)) != chunks_[i].taken) return static_cast<int64_t>(i);
-    std::this_thread::yield();
-  } while (!failed_ && (hot_ || Clock::now() < until));
-  return -1;
-}
-
-// Puts a remote request in the queue. False when the backend has no room for it.
-bool Transfers::take(int64_t layer) {
-  const size_t i = static_cast<size_t>(layer);
-  if (!remote_->admit(layer)) return false;
-  chunks_[i].taken = remote_->posted(layer);
-  chunks_[i].rows = count_moves(views_[i]);
-  cut(layer);
-  queue_.post(layer, static_cast<int64_t>(chunks_[i].begin.size()) - 1);
-  wake_ = true;
-  return true;
 }
 
 void Transfers::serve(const TransferQueue::Claim& claim) {
