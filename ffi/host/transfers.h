@@ -55,8 +55,8 @@ class Transfers : public TransferService {
   using Clock = std::chrono::steady_clock;
 
   // A round trip through a condition variable costs about this long on two cores. Whoever spins yields all the while:
-  // on a busy machine both sides are often on one core, where a spin without it holds up just what it waits for (measured,
-  // one row from post to ready with 11 runnable tasks on two cores: 106 us without, 3 us with).
+  // on a busy machine both sides are often on one core, where a spin without it holds up just what it waits for
+  // (measured, one row from post to ready with 11 runnable tasks on two cores: 106 us without, 3 us with).
   static constexpr auto kSpin = std::chrono::microseconds(50);
   static uint64_t count_moves(const LayerView& view);  // of its request
 

@@ -1,6 +1,6 @@
 // Times of the transfer backends of a GPU, each beside its control of the same run. One line a figure, tab-separated:
-// name, value, unit, name of the control, control, goal ("-" where there is none). clo_jax/bench/native.py makes a results
-// file of them. A table for people goes to stderr, and so does the reason of a backend that is not there.
+// name, value, unit, name of the control, control, goal ("-" where there is none). clo_jax/bench/native.py makes a
+// results file of them. A table for people goes to stderr, and so does the reason of a backend that is not there.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
