@@ -63,7 +63,7 @@ if has python; then
   workers=()
   "$PYTHON" -c 'import xdist' 2>"$LOGS/xdist.log" && workers=(-n "${WORKERS:-6}" -p no:benchmark)
   step python-build 240 "$PYTHON" -m pip install -q --no-build-isolation --no-deps -e . -C cmake.define.CLO_ENABLE_CUDA=ON
-  for suite in ${SUITES:-tests/transfer/test_pull.py tests/policies/test_clo.py tests/test_generate.py tests/ops}; do
+  for suite in ${SUITES:-tests/transfer/test_gpu.py tests/policies/test_clo.py tests/test_generate.py tests/ops}; do
     step "$(echo "$suite" | tr '/' '-' | sed 's/\.py$//')" "${SUITE_LIMIT:-180}" \
       "$PYTHON" -m pytest -q --no-header -p no:cacheprovider --tb=short --timeout 100 "${workers[@]}" \
       -m "not slow and not live" "$suite"
