@@ -17,6 +17,7 @@
 
 #if CLO_CUDA_BUILD
 #include "cuda/kernels.h"
+#include "host/cuda/device_memory.h"
 #endif
 
 namespace nb = nanobind;
@@ -98,6 +99,17 @@ int64_t attend_workspace([[maybe_unused]] int64_t batch, [[maybe_unused]] int64_
   return static_cast<int64_t>(clo::cuda::attend_workspace_bytes(p));
 #else
   return 0;
+#endif
+}
+
+// (free, all) bytes of the device; None without CUDA.
+nb::object device_bytes() {
+#if CLO_CUDA_BUILD
+  int64_t free = 0, total = 0;
+  clo::device_bytes(&free, &total);
+  return nb::make_tuple(free, total);
+#else
+  return nb::none();
 #endif
 }
 
@@ -271,6 +283,7 @@ NB_MODULE(_host, m) {
   m.def("attend_workspace", &attend_workspace, nb::kw_only(), nb::arg("batch"), nb::arg("offloaded"),
         nb::arg("resident"), nb::arg("group"), nb::arg("head_dim"), nb::arg("bits"),
         "Bytes of scratch that clo_attend wants as its last result.");
+  m.def("device_bytes", &device_bytes, "(free, all) bytes of the CUDA device; None in a build without CUDA.");
   m.def("instruction_set", &clo::isa_name, "Instruction set of the CPU kernels: generic, avx2 or avx512 (CLO_JAX_ISA overrides).");
   m.def("backends", &backends, "(name, available, reason) of every transfer backend, in the order of \"auto\".");
   m.def("instruction_set", [] { return std::string(clo::isa_name()); },
