@@ -18,6 +18,7 @@
 #if CLO_CUDA_BUILD
 #include "cuda/kernels.h"
 #include "host/cuda/device_memory.h"
+#include "xla/common.h"
 #endif
 
 namespace nb = nanobind;
@@ -110,6 +111,14 @@ nb::object device_bytes() {
   return nb::make_tuple(free, total);
 #else
   return nb::none();
+#endif
+}
+
+int64_t handler_launches() {
+#if CLO_CUDA_BUILD
+  return clo::handler_launches.load();
+#else
+  return 0;
 #endif
 }
 
@@ -284,6 +293,7 @@ NB_MODULE(_host, m) {
         nb::arg("resident"), nb::arg("group"), nb::arg("head_dim"), nb::arg("bits"),
         "Bytes of scratch that clo_attend wants as its last result.");
   m.def("device_bytes", &device_bytes, "(free, all) bytes of the CUDA device; None in a build without CUDA.");
+  m.def("handler_launches", &handler_launches, "Launches by FFI handlers on a GPU so far; a captured call counts once.");
   m.def("instruction_set", &clo::isa_name, "Instruction set of the CPU kernels: generic, avx2 or avx512 (CLO_JAX_ISA overrides).");
   m.def("backends", &backends, "(name, available, reason) of every transfer backend, in the order of \"auto\".");
   m.def("instruction_set", [] { return std::string(clo::isa_name()); },
