@@ -56,6 +56,13 @@ bool has_shape(const Buffer& buffer, std::initializer_list<int64_t> want) {
 #if CLO_CUDA_BUILD
 using StreamContext = ffi::PlatformStream<cudaStream_t>;
 
+// The retriever `exact` reads keys 16 bytes at a time, from rows that begin at multiples of two keys. Every head
+// dimension of a known model fits.
+inline bool exact_takes(int64_t head_dim, DType dtype) { return head_dim * dtype_bytes(dtype) % 16 == 0; }
+inline ffi::Error exact_refuses(const std::string& op) {
+  return invalid(op, "exact on a GPU wants head dimensions whose keys take a multiple of 16 bytes");
+}
+
 // How often handlers have launched something: once for a whole command buffer, whenever that is captured, and at every
 // call outside of one.
 inline std::atomic<int64_t> handler_launches{0};

@@ -182,6 +182,13 @@ def test_extreme_scores_select_all_the_same(retriever, lse):
     np.testing.assert_array_equal(np.asarray(got).max(-1), np.broadcast_to(want[:, None], (3, 2)))
 
 
+@pytest.mark.gpu
+def test_exact_on_a_gpu_refuses_keys_that_it_cannot_read():
+    operands, rows, static = inputs(7, D=66, dtype=jnp.bfloat16)
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="clo_select_topk: exact on a GPU wants"):
+        jax.block_until_ready(op.select_topk(**operands, **with_rows("exact", rows, static)))
+
+
 def test_zero_query_and_factors():
     operands, rows, static = inputs(8)
     for zero in ("query", "factors"):
