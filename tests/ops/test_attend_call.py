@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from clo_jax import _host
 from clo_jax.ops import attend as op
 from tests.compare import assert_close
 from tests.ops.attend_cases import engine_for, make
@@ -30,7 +31,7 @@ def test_donated_state_is_updated_in_place():
 
 
 def test_a_loop_holds_no_copy_of_the_state():
-    case = make(12, B=1, Ko=2, Kr=2, R=64, S=4096, T=80, C=64, position=100, flushed=90)
+    case = make(12, B=1, Ko=2, Kr=2, G=3, D=64, R=64, S=4096, T=80, C=64, position=100, flushed=90)
     a = case.args
     with engine_for(case) as engine:
 
@@ -47,7 +48,8 @@ def test_a_loop_holds_no_copy_of_the_state():
         state = [jnp.array(a[name]) for name in STATE]
         compiled = jax.jit(loop, donate_argnums=(0, 1, 2, 3)).lower(*state).compile()
         memory = compiled.memory_analysis()
-        assert memory.temp_size_in_bytes < min(a["codes"].nbytes, a["tail"].nbytes) // 2
+        workspace = _host.attend_workspace(batch=1, offloaded=2, resident=2, group=3, head_dim=64, bits=64)
+        assert memory.temp_size_in_bytes < workspace + min(a["codes"].nbytes, a["tail"].nbytes) // 2
         assert memory.alias_size_in_bytes >= sum(a[name].nbytes for name in STATE)
         position, _, resident, *_ = compiled(*state)
     assert int(position[0]) == 105
