@@ -48,13 +48,16 @@ class Case:
     missed: float  # share of head lookups
     new: float | None  # share of the rows of a refreshed set; None: whole sets move
     goal: str | None
+    evenly: bool = False  # as many misses in every layer; else as many in every step, in layers at random
 
 
 CASES = (
     Case("every head hits", 0.0, 0.0, None),
     Case("21 % of heads miss, 26 % of their rows are new", 0.21, 0.26, "<= 1.10"),
+    Case("21 % of heads miss, evenly, 26 % of their rows are new", 0.21, 0.26, "<= 1.10", evenly=True),
     Case("every head misses, 19 % of their rows are new", 1.0, 0.19, "<= 1.30"),
     Case("21 % of heads miss, their whole sets move", 0.21, None, "<= 1.10"),
+    Case("21 % of heads miss, evenly, their whole sets move", 0.21, None, "<= 1.10", evenly=True),
     Case("every head misses, whole sets move", 1.0, None, "<= 1.10"),
 )
 
@@ -98,14 +101,14 @@ class Bench:
     def close(self) -> None:
         self.engine.close()
 
-    def plan(self, missed: float, angle: float) -> Plan:
-        """Misses spread at random over steps, layers and heads, as many as `missed` asks for in every step."""
-        L, K = self.model.num_layers, self.model.num_kv_heads
-        random, table = np.random.default_rng(0), np.zeros((PERIOD, L * K), bool)
-        for row, line in enumerate(table):
-            count = math.floor((row + 1) * missed * L * K) - math.floor(row * missed * L * K)
-            line[random.permutation(L * K)[:count]] = True
-        return Plan(jnp.asarray(table.reshape(PERIOD, L, K)), jnp.float32(angle), self.planes, self.nothing)
+    def plan(self, case: Case, angle: float) -> Plan:
+        """The misses of a case, as many in every layer or in every step as its share allows."""
+        shape = (PERIOD, self.model.num_layers, self.model.num_kv_heads)
+        random, table = np.random.default_rng(0), np.zeros(shape, bool)
+        for i, line in enumerate(table.reshape(-1, shape[2] if case.evenly else shape[1] * shape[2])):
+            count = math.floor((i + 1) * case.missed * line.size) - math.floor(i * case.missed * line.size)
+            line[random.permutation(line.size)[:count]] = True
+        return Plan(jnp.asarray(table), jnp.float32(angle), self.planes, self.nothing)
 
     def run(self, policy: CloPolicy | None, plan: Plan, beside: bool) -> float:
         """Seconds of one program. Transfers are in line in its first run, which compiles it."""
@@ -132,15 +135,15 @@ class Bench:
     def tuned(self, case: Case) -> Plan:
         """The plan whose queries turn far enough for the wanted share of new rows, by bisection."""
         if not case.new:
-            return self.plan(case.missed, 0.1)
+            return self.plan(case, 0.1)
         low, high = 0.0, math.pi / 4
         for _ in range(TUNING_RUNS):
             angle = (low + high) / 2
-            self.run(self.delta, self.plan(case.missed, angle), beside=False)
+            self.run(self.delta, self.plan(case, angle), beside=False)
             self.engine.clear_counters()
-            self.run(self.delta, self.plan(case.missed, angle), beside=False)
+            self.run(self.delta, self.plan(case, angle), beside=False)
             low, high = (angle, high) if self.shares()[1] < case.new else (low, angle)
-        return self.plan(case.missed, angle)
+        return self.plan(case, angle)
 
     def time(self, cases: Sequence[tuple[Case, Plan]], repeats: int) -> dict[tuple[str, bool], Timing]:
         """Every case, beside (True) and in line (False), by turns; before each timed run one that settles its sets."""
@@ -163,7 +166,7 @@ class Bench:
 
     def products(self, repeats: int) -> list[float]:
         """Microseconds of a layer's matrix products alone."""
-        plan = self.plan(0.0, 0.0)
+        plan = self.plan(CASES[0], 0.0)
         seconds = [self.run(None, plan, beside=False) for _ in range(repeats + 1)][1:]
         return [s / (self.steps * self.model.num_layers) * 1e6 for s in seconds]
 

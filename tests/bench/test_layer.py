@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import jax
+import numpy as np
 import pytest
 
 from clo_jax.bench import layer, report
@@ -33,12 +34,20 @@ def test_a_case_misses_and_moves_what_it_says(measured, case):
             assert timing.layer_bytes == 0
 
 
+def test_misses_are_spread_as_the_case_says(measured):
+    for case in layer.CASES:
+        misses = np.asarray(measured.plan(case, 0.1).misses)
+        assert misses.mean() == pytest.approx(case.missed, abs=0.01)
+        counts = misses.sum(axis=2) if case.evenly else misses.sum(axis=(1, 2))
+        assert counts.max() - counts.min() <= 1
+
+
 def test_figures_make_a_valid_file(measured, tmp_path):
-    cases = [(case, measured.plan(case.missed, 0.1)) for case in layer.CASES]
+    cases = [(case, measured.plan(case, 0.1)) for case in layer.CASES]
     link = layer.link_rate(megabytes=1, repeats=1) if jax.default_backend() == "gpu" else 50e9
     found = layer.rows(measured.time(cases, repeats=2), measured.products(2), link)
     content = report.write(tmp_path / "layer.json", "layer", {}, found)
     report.validate(json.loads((tmp_path / "layer.json").read_text()))
     goals = [row for row in content["rows"] if "goal" in row]
-    assert len(goals) == 4 and all("beside" in row["name"] for row in goals)
+    assert len(goals) == 6 and all("beside" in row["name"] for row in goals)
     assert all(row["min"] <= row["value"] <= row["max"] for row in content["rows"] if "min" in row)
