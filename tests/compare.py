@@ -1,5 +1,8 @@
 """Comparison of kernels with references: one tolerance per dtype, and a message that says where they differ most."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -32,3 +35,23 @@ def assert_close(got, want, dtype=None, name="result"):
         f"{name}: {bad} of {g.size} elements differ; worst at {index}: got {g[worst]:.8g}, wanted {w[worst]:.8g}, "
         f"difference {abs(g[worst] - w[worst]):.3g} (allowed {absolute:.1g} + {relative:.1g} of the wanted value)"
     )
+
+
+def on_cpu(function):
+    """`function` of arrays, run on the CPU wherever JAX runs: what a GPU is compared with is then in full float32, and
+    compiles in a fraction of the time. Its arrays come back as NumPy's unless JAX runs on the CPU anyway."""
+
+    @functools.wraps(function)
+    def run(*args, **kwargs):
+        if jax.default_backend() == "cpu":
+            return function(*args, **kwargs)
+        cpu = jax.devices("cpu")[0]
+
+        def move(x):
+            return jax.device_put(x, cpu) if isinstance(x, jax.Array) else x
+
+        with jax.default_device(cpu):
+            results = function(*jax.tree.map(move, args), **jax.tree.map(move, kwargs))
+        return jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, results)
+
+    return run

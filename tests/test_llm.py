@@ -219,6 +219,23 @@ def test_no_room_is_refused_before_anything_is_allocated(checkpoint, monkeypatch
         assert len(ids(llm, "x", 2)) == 2
 
 
+def test_a_device_without_room_is_refused_and_named(checkpoint, monkeypatch):
+    gib = 1 << 30
+    with LLM.load(checkpoint, clo=CLO, max_context=256) as llm:
+        want = ids(llm, "x", 4)
+        llm.generate(["x", "y"], max_new_tokens=1)  # other arenas, so that the next call needs its own again
+        for device, place in (
+            (memory.Device(gib, 10 * gib, 10 * gib, 10 * gib), "XLA's pool on the device"),
+            (memory.Device(1 << 20, 10 * gib, 10 * gib, gib), "device memory outside of XLA's pool"),
+            (memory.Device(1 << 20, None, None, None), "device memory"),
+        ):
+            monkeypatch.setattr("clo_jax.memory.device", lambda device=device: device)
+            with pytest.raises(MemoryPlanError, match=f"In {place}: need .* reserve of 0.50 GiB, together .*; avail"):
+                llm.generate("x")
+        monkeypatch.undo()
+        assert ids(llm, "x", 4) == want
+
+
 def test_closed_is_closed(checkpoint):
     llm = LLM.load(checkpoint, clo=CLO, max_context=256)
     llm.close()

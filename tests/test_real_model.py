@@ -17,6 +17,7 @@ from clo_jax.cli.demo import document, prepare, take_gguf
 from clo_jax.config import CloConfig
 from clo_jax.llm import LLM
 from clo_jax.text import Tokenizer
+from clo_jax.transfer import backends
 from tests import tiny
 
 FOLDER = pathlib.Path(__file__).parents[1] / "build/demo"
@@ -97,6 +98,30 @@ def test_offload_changes_no_token(checkpoint, prompt_ids, changes):
         llm._engine.inject_delay(400, seed=5)
         answer = llm.generate(ids, **options)[0]
     assert answer.token_ids == want and answer.metrics.rows_moved > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_backend_of_a_gpu_gives_the_same_2000_tokens(checkpoint, prompt_ids, dtype):
+    """As without offload. All chunks of the answer but the first have their transfers beside the program."""
+    ids, options = prompt_ids[:3000], {"max_new_tokens": 2000, "ignore_eos": True}
+    load = {"dtype": dtype, "max_context": 6144, "max_batch": 1}
+    with LLM.load(checkpoint, kv_offload=False, **load) as llm:
+        want = llm.generate(ids, **options)[0].token_ids
+    assert len(want) == 2000
+    names = [backend.name for backend in backends.backends() if backend.available and backend.name != "host"]
+    assert "pull" in names
+    for name in names:
+        with LLM.load(checkpoint, backend=name, **load) as llm:
+            answer = llm.generate(ids, **options)[0]
+        metrics = answer.metrics
+        print(f"{dtype}, {name}: {metrics.rows_moved} rows moved, hit rate {metrics.hit_rate:.3f}")
+        assert answer.token_ids == want, f"{name}: token {first_difference(answer.token_ids, want)} differs"
+        assert metrics.backend == name and metrics.rows_moved > 0
+
+
+def first_difference(got, want):
+    return next(i for i, pair in enumerate(zip(got, want, strict=True)) if pair[0] != pair[1])
 
 
 def test_hidden_number_at_ten_percent(checkpoint):

@@ -129,8 +129,11 @@ def demo(
 
 
 def print_report(number: str, results: dict[str, dict[str, Any]]) -> None:
-    """Question, fact, answers and the tables, on stdout."""
+    """Where it ran, question, fact, answers and the tables, on stdout."""
+    import jax
+
     full, clo = results["full"]["generation"], results["clo"]["generation"]
+    print(f"device    {jax.devices()[0].device_kind}; rows come by backend {clo.metrics.backend}")
     print(f"document  {full.prompt_tokens} tokens with the question; the number stands at 40 % of it")
     print(f"question  {QUESTION}")
     print(f"expected  {number}")

@@ -20,6 +20,8 @@
 
 #if CLO_CUDA_BUILD
 #include "cuda/kernels.h"
+#include "host/cuda/device_memory.h"
+#include "xla/common.h"
 #endif
 
 namespace nb = nanobind;
@@ -99,6 +101,25 @@ int64_t attend_workspace([[maybe_unused]] int64_t batch, [[maybe_unused]] int64_
   p.head_dim = head_dim;
   p.bits = bits;
   return static_cast<int64_t>(clo::cuda::attend_workspace_bytes(p));
+#else
+  return 0;
+#endif
+}
+
+// (free, all) bytes of the device; None without CUDA.
+nb::object device_bytes() {
+#if CLO_CUDA_BUILD
+  int64_t free = 0, total = 0;
+  clo::device_bytes(&free, &total);
+  return nb::make_tuple(free, total);
+#else
+  return nb::none();
+#endif
+}
+
+int64_t handler_launches() {
+#if CLO_CUDA_BUILD
+  return clo::handler_launches.load();
 #else
   return 0;
 #endif
@@ -293,6 +314,8 @@ NB_MODULE(_host, m) {
   m.def("attend_workspace", &attend_workspace, nb::kw_only(), nb::arg("batch"), nb::arg("offloaded"),
         nb::arg("resident"), nb::arg("group"), nb::arg("head_dim"), nb::arg("bits"),
         "Bytes of scratch that clo_attend wants as its last result.");
+  m.def("device_bytes", &device_bytes, "(free, all) bytes of the CUDA device; None in a build without CUDA.");
+  m.def("handler_launches", &handler_launches, "Launches by FFI handlers on a GPU so far; a captured call counts once.");
   m.def("backends", &backends,
         "(name, available, reason) of every transfer backend in the order of \"auto\", each after a copy of some rows.");
   m.def("find_backend", &find_backend, nb::arg("name"), "(available, reason) of one of them.");

@@ -1,6 +1,8 @@
 // Small helpers shared by the handlers: dtype translation and argument errors.
 #pragma once
 
+#include <atomic>
+#include <cstdint>
 #include <exception>
 #include <string>
 
@@ -55,8 +57,20 @@ bool has_shape(const Buffer& buffer, std::initializer_list<int64_t> want) {
 #if CLO_CUDA_BUILD
 using StreamContext = ffi::PlatformStream<cudaStream_t>;
 
+// The retriever `exact` reads keys 16 bytes at a time, from rows that begin at multiples of two keys. Every head
+// dimension of a known model fits.
+inline bool exact_takes(int64_t head_dim, DType dtype) { return head_dim * dtype_bytes(dtype) % 16 == 0; }
+inline ffi::Error exact_refuses(const std::string& op) {
+  return invalid(op, "exact on a GPU wants head dimensions whose keys take a multiple of 16 bytes");
+}
+
+// How often handlers have launched something: once for a whole command buffer, whenever that is captured, and at every
+// call outside of one.
+inline std::atomic<int64_t> handler_launches{0};
+
 // What a launcher returned, as the call's error.
 inline ffi::Error launched(const std::string& op, cudaError_t error) {
+  handler_launches.fetch_add(1, std::memory_order_relaxed);
   if (error == cudaSuccess) return ffi::Error::Success();
   return ffi::Error(ffi::ErrorCode::kInternal, "clo_" + op + ": " + cudaGetErrorString(error));
 }

@@ -164,6 +164,8 @@ constexpr auto run_on_stream = [](cudaStream_t stream, auto... arguments) -> ffi
   if (ffi::Error error = use_view(engine.view, std::get<kCodes>(all), std::get<kFactors>(all), &p); error.failure())
     return error;
   if (p.lookup.group > 8) return invalid("prefetch", "at most 8 query heads share a KV head on a GPU");
+  if (p.select.retriever == Retriever::kExact && !exact_takes(p.lookup.head_dim, p.lookup.dtype))
+    return exact_refuses("prefetch");
   if (call.workspace_bytes < cuda::prefetch_workspace_bytes(p))
     return invalid("prefetch", "the workspace is too small: the program was traced for another device or engine");
   if (ffi::Error error = launched("prefetch", cuda::prefetch(p, engine.ref, call.workspace, stream)); error.failure())

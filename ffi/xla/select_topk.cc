@@ -82,8 +82,8 @@ constexpr auto run_on_stream = [](cudaStream_t stream, auto... arguments) {
   Call call;
   if (ffi::Error error = parse(arguments..., &call); error.failure()) return error;
   if (call.params.group > 8) return invalid("select_topk", "at most 8 query heads share a KV head on a GPU");
-  if (call.params.retriever == Retriever::kExact && call.params.head_dim % 8 != 0)
-    return invalid("select_topk", "exact on a GPU wants a head dimension that is a multiple of 8");
+  if (call.params.retriever == Retriever::kExact && !exact_takes(call.params.head_dim, call.params.dtype))
+    return exact_refuses("select_topk");
   if (call.workspace_bytes < cuda::select_topk_workspace_bytes(call.params))
     return invalid("select_topk", "the workspace is too small: the program was traced for another device");
   return launched("select_topk", cuda::select_topk(call.params, call.workspace, stream));

@@ -67,6 +67,7 @@ def test_report(run, llm, ready):
     result = run("demo", "--folder", ready, "--document-tokens", "600", "--new-tokens", "3")
     assert result.code == 0, result.err
     assert f"expected  {NUMBER}" in result.out
+    assert "rows come by backend" in result.out
     assert result.out.count(f"'The number is {NUMBER}.': right") == 2
     for text in ("tokens/s", "device KV bytes", "host KV bytes", "device share of full", "hit rate", "tail rows"):
         assert text in result.out

@@ -10,8 +10,9 @@ import numpy as np
 from clo_jax.ops import attend as op
 from clo_jax.ops.offload import offload
 from clo_jax.transfer.engine import Engine
+from tests.compare import on_cpu
 
-_reference = jax.jit(op.reference, static_argnames=("sink", "scale"))
+_reference = on_cpu(jax.jit(op.reference, static_argnames=("sink", "scale")))
 POISON = 1e4  # of rows that nobody may read: finite, since the reference multiplies them by 0
 
 
@@ -47,7 +48,7 @@ class Case:
         dtype = self.args["query"].dtype
         factors = self.args["factors"]  # float16 whatever the activations are
         args = [
-            x.astype(jnp.float32) if x.dtype == dtype and x is not factors else x
+            np.asarray(x, np.float32) if x.dtype == dtype and x is not factors else x
             for x in (*self.args.values(), *self.selected_rows)
         ]
         out, lse, resident, tail, *codes = _reference(*args, sink=self.sink, scale=self.scale)

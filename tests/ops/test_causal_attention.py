@@ -7,9 +7,10 @@ import pytest
 
 from clo_jax.ops import causal_attention as op
 from tests.cases import DTYPES, GROUPS, HEAD_DIMS
+from tests.compare import on_cpu
 
 attend = jax.jit(op.prefill_attention, static_argnames="scale")
-reference = jax.jit(op.reference, static_argnames="scale")
+reference = on_cpu(jax.jit(op.reference, static_argnames="scale"))
 
 
 def inputs(seed, B=1, N=64, G=3, K=2, D=64, dtype=jnp.float32):

@@ -12,6 +12,7 @@ from clo_jax.ops import prefetch as op
 from clo_jax.ops import select_topk
 from clo_jax.transfer.engine import Engine, transfer_errors
 from tests.cases import DTYPES
+from tests.compare import on_cpu
 
 # A call on a GPU does not see values, and fails later than it is made.
 ON_CPU = pytest.mark.skipif(jax.default_backend() != "cpu", reason="errors of calls on the CPU")
@@ -84,7 +85,7 @@ class Layer:
     def reference(self, args, *, retriever="hata", refresh="delta", k_max=32):
         static = dict(retriever=retriever, refresh=refresh, k_max=k_max, scale=self.D**-0.5)
         rows = jnp.asarray(self.engine.host_rows(self.layer)) if retriever == "exact" else None
-        return op.reference(*args, self.table(), **static, rows=rows)
+        return on_cpu(op.reference)(*args, self.table(), **static, rows=rows)
 
     def select(self, args, hit, *, retriever="hata", k_max=32):
         query, begin, end, k = args[0], *args[11:14]

@@ -13,6 +13,7 @@ from clo_jax import _host
 from clo_jax.ops import hash_encode
 from clo_jax.ops import select_topk as op
 from tests.cases import DTYPES, GROUPS, LENGTHS
+from tests.compare import on_cpu
 
 ISAS = ("generic", "avx2", "avx512")
 SHAPES = tuple(zip(GROUPS, (64, 80, 96, 128, 256, 64, 128, 64), (32, 64, 96, 128, 256, 288, 256, 128), strict=True))
@@ -50,7 +51,7 @@ def with_rows(retriever, rows, static):
 def reference_keys(operands, static):
     names = ("query", "weights", "mean", "lse", "codes", "factors")
     statics = {name: static[name] for name in ("retriever", "scale", "rows")}
-    return np.asarray(jax.jit(lambda *a: op.sort_keys(*a, **statics))(*(operands[n] for n in names)))
+    return np.asarray(on_cpu(jax.jit(lambda *a: op.sort_keys(*a, **statics)))(*(operands[n] for n in names)))
 
 
 def assert_selects(got, operands, keys, k_max, slack):
@@ -95,7 +96,7 @@ def test_matches_reference(G, D, R, retriever):
     static = with_rows(retriever, rows, static)
     _, keys, total = check(operands, static)
     assert total > 0
-    want = jax.jit(lambda o: op.reference(**o, **static))(operands)
+    want = on_cpu(jax.jit(lambda o: op.reference(**o, **static)))(operands)
     assert assert_selects(want, operands, keys, static["k_max"], 0)[0] <= 1  # (jitted apart from its keys)
 
 
@@ -180,6 +181,13 @@ def test_extreme_scores_select_all_the_same(retriever, lse):
     got, _, _ = check(operands, with_rows(retriever, rows, static))
     want = np.asarray(operands["begin"]) + np.asarray(operands["k"]) - 1
     np.testing.assert_array_equal(np.asarray(got).max(-1), np.broadcast_to(want[:, None], (3, 2)))
+
+
+@pytest.mark.gpu
+def test_exact_on_a_gpu_refuses_keys_that_it_cannot_read():
+    operands, rows, static = inputs(7, D=66, dtype=jnp.bfloat16)
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="clo_select_topk: exact on a GPU wants"):
+        jax.block_until_ready(op.select_topk(**operands, **with_rows("exact", rows, static)))
 
 
 def test_zero_query_and_factors():

@@ -55,6 +55,16 @@ void* device_allocate(int64_t bytes, const char* purpose) {
 
 void device_free(void* data) noexcept { cudaFree(data); }
 
+void device_bytes(int64_t* free, int64_t* total) {
+  size_t unused = 0, all = 0;
+  if (const cudaError_t e = cudaMemGetInfo(&unused, &all); e != cudaSuccess) {
+    cudaGetLastError();
+    throw std::runtime_error(std::string("the device's free memory: ") + cudaGetErrorString(e));
+  }
+  *free = static_cast<int64_t>(unused);
+  *total = static_cast<int64_t>(all);
+}
+
 void device_map(void* host, int64_t bytes, const char* purpose, const Progress& progress) {
   prefer_numa_node(host, bytes, node_of_current_device());
   for (int64_t done = 0; done < bytes; done += kStep) {

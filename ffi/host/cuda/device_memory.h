@@ -16,6 +16,9 @@ void device_free(void* data) noexcept;
 void device_map(void* host, int64_t bytes, const char* purpose, const Progress& progress);
 void device_unmap(void* host) noexcept;
 
+// Bytes of the current device that nobody has taken, and all it has. Throws std::runtime_error.
+void device_bytes(int64_t* free, int64_t* total);
+
 // Sets device memory to a byte; done when it returns. Throws std::runtime_error.
 void device_fill(void* data, int byte, int64_t bytes);
 
