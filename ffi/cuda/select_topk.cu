@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "cuda/block_select.cuh"
+#include "cuda/cache_lookup.cuh"
 #include "cuda/check.h"
 #include "cuda/select_encode.cuh"
 #include "cuda/select_heads.cuh"
@@ -28,6 +29,7 @@ struct Arguments {
   uint32_t* histograms;    // [2][kMaxBlocks][kBins], the second for the case that the first misses
   uint32_t* low;           // [kMaxBlocks][1 << kLowBits]
   unsigned char* ranks;    // [blocks][rank_bytes] unless shared_ranks
+  int grid;
 };
 
 // Waits for the other blocks of a head. `target` is their number times the uses of the counter.
@@ -129,8 +131,8 @@ __global__ void __launch_bounds__(kThreads, 1) select_kernel(const __grid_consta
   unsigned char* const large = reinterpret_cast<unsigned char*>(planes) + plan.plane_bytes;
   const GroupQuery group{query, planes, &facts};
   unsigned char* const rank_memory = plan.shared_ranks ? large : a.ranks + static_cast<size_t>(block) * plan.rank_bytes;
-  uint16_t* const ranks = reinterpret_cast<uint16_t*>(rank_memory);
-  uint32_t* const masks = reinterpret_cast<uint32_t*>(ranks + plan.part);
+  uint16_t* const all_ranks = reinterpret_cast<uint16_t*>(rank_memory);
+  uint32_t* const masks = reinterpret_cast<uint32_t*>(all_ranks + plan.part);
   uint32_t* const places = masks + plan.part / 32;
 
   const Heads selecting(p);
@@ -146,8 +148,12 @@ __global__ void __launch_bounds__(kThreads, 1) select_kernel(const __grid_consta
 
     int begin;
     const int count = candidates(p, bh / Ko, &begin), k = selected(p, bh / Ko);
-    const int part = ((count + blocks - 1) / blocks + 31) / 32 * 32;
-    const int first = begin + min(count, rank * part), n = max(0, min(part, count - rank * part));
+    // Parts begin at multiples of 32 tokens, but for the first; `skew` is where in a word of bits this one begins.
+    const int aligned = begin & ~31, end = begin + count;
+    const int part = ((end - aligned + blocks - 1) / blocks + 31) / 32 * 32;
+    const int first = min(end, max(begin, aligned + rank * part)), skew = first % 32;
+    const int n = max(0, min(end, aligned + (rank + 1) * part) - first);
+    uint16_t* const ranks = all_ranks + skew;
     const int64_t token = static_cast<int64_t>(bh) * p.max_tokens + first;
     const CodeRing ring(shared + plan.ring_offset, plan.ring_slots, p.codes + token * words, n);
     if constexpr (kFast) ring.start();
@@ -208,22 +214,33 @@ __global__ void __launch_bounds__(kThreads, 1) select_kernel(const __grid_consta
       threshold = search_all(share, a.histograms + (kMaxBlocks + leader) * kBins, a.low + leader * (1 << kLowBits));
     }
 
-    const int masked = (n + 31) / 32;
+    const int masked = n > 0 ? (n + skew + 31) / 32 : 0;
     for (int w = tid; w < masked; w += kThreads) {
-      const uint2 m = compare(ranks + w * 32, threshold.bin);
-      const uint32_t valid = n - w * 32 >= 32 ? ~0u : (1u << (n - w * 32)) - 1;
+      const uint2 m = compare(all_ranks + w * 32, threshold.bin);
+      const int rest = n + skew - w * 32;
+      const uint32_t valid = (rest >= 32 ? ~0u : (1u << rest) - 1) & (w == 0 ? ~0u << skew : ~0u);
       masks[w] = m.x & valid;
       places[w] = m.y & valid;
     }
     __syncthreads();
     resolve_ties(masks, places, masked, threshold.better_before, threshold.equal_before, k - threshold.better, scratch[1]);
-    int32_t* const out = p.indices + static_cast<int64_t>(bh) * p.k_max;
-    for_each_bit(masks, places, masked, [&](uint32_t place, int key) { out[place] = first + key; });
-    for (int i = k + rank * kThreads + tid; i < p.k_max; i += blocks * kThreads) out[i] = -1;
+    if (a.options.selected_bits != nullptr) {
+      const int64_t row_words = (p.max_tokens + 31) / 32;
+      uint32_t* const row = a.options.selected_bits + bh * row_words;
+      for (int w = tid; w < masked; w += kThreads) row[first / 32 + w] = masks[w];
+      const int64_t after = (end + 31) / 32, outside = begin / 32 + row_words - after;
+      for (int64_t i = rank * kThreads + tid; i < outside; i += blocks * kThreads)
+        row[i < begin / 32 ? i : after + i - begin / 32] = 0;
+    }
+    if (p.indices != nullptr) {
+      int32_t* const out = p.indices + static_cast<int64_t>(bh) * p.k_max;
+      for_each_bit(masks, places, masked, [&](uint32_t place, int bit) { out[place] = first - skew + bit; });
+      for (int i = k + rank * kThreads + tid; i < p.k_max; i += blocks * kThreads) out[i] = -1;
+    }
     __syncthreads();
   }
 
-  if (!a.options.fill_skipped) return;
+  if (!a.options.fill_skipped || p.indices == nullptr) return;
   for (int64_t bh = block; bh < p.batch * p.kv_heads; bh += grid) {
     if (takes_part(p, static_cast<int>(bh))) continue;
     for (int64_t i = tid; i < p.k_max; i += kThreads) p.indices[bh * p.k_max + i] = -1;
@@ -271,6 +288,21 @@ Layout lay_out(const SelectTopkParams& p, const Plan& plan, int grid) {
   return l;
 }
 
+cudaError_t make_arguments(const SelectTopkParams& p, void* workspace, Arguments* a) {
+  if (p.group > kMaxGroup) return cudaErrorInvalidValue;
+  CLO_CUDA_RETURN(grid_size(&a->grid));
+  a->p = p;
+  a->plan = make_plan(p, a->grid);
+  const Layout layout = lay_out(p, a->plan, a->grid);
+  auto* memory = static_cast<unsigned char*>(workspace);
+  a->histograms = reinterpret_cast<uint32_t*>(memory + layout.histograms);
+  a->low = reinterpret_cast<uint32_t*>(memory + layout.low);
+  a->encoded = {reinterpret_cast<float*>(memory + layout.z), reinterpret_cast<float*>(memory + layout.offsets),
+                reinterpret_cast<uint32_t*>(memory + layout.counters), kMaxBlocks * kCounterWords};
+  a->ranks = memory + layout.ranks;
+  return cudaSuccess;
+}
+
 }  // namespace
 
 size_t select_topk_workspace_bytes(const SelectTopkParams& p) {
@@ -279,24 +311,20 @@ size_t select_topk_workspace_bytes(const SelectTopkParams& p) {
   return lay_out(p, make_plan(p, grid), grid).end;
 }
 
-cudaError_t select(const SelectTopkParams& p, const SelectOptions& options, void* workspace, cudaStream_t stream) {
+cudaError_t lookup_and_encode(const CacheLookupParams& lookup_params, const SelectTopkParams& p, uint32_t* clear,
+                              void* workspace, cudaStream_t stream) {
   if (p.batch * p.kv_heads == 0) return cudaSuccess;
-  if (p.group > kMaxGroup) return cudaErrorInvalidValue;
-  int grid = 0;
-  CLO_CUDA_RETURN(grid_size(&grid));
   Arguments a{};
-  a.p = p;
-  a.options = options;
-  a.plan = make_plan(p, grid);
-  const Layout layout = lay_out(p, a.plan, grid);
-  auto* memory = static_cast<unsigned char*>(workspace);
-  a.histograms = reinterpret_cast<uint32_t*>(memory + layout.histograms);
-  a.low = reinterpret_cast<uint32_t*>(memory + layout.low);
-  a.encoded = {reinterpret_cast<float*>(memory + layout.z), reinterpret_cast<float*>(memory + layout.offsets),
-               reinterpret_cast<uint32_t*>(memory + layout.counters), kMaxBlocks * kCounterWords};
-  a.ranks = memory + layout.ranks;
-  CLO_CUDA_RETURN(encode_queries(p, a.encoded, stream));
+  CLO_CUDA_RETURN(make_arguments(p, workspace, &a));
+  CLO_CUDA_RETURN(lookup(lookup_params, p.k, clear, stream));
+  return encode_queries(p, a.encoded, stream);
+}
 
+cudaError_t select_encoded(const SelectTopkParams& p, const SelectOptions& options, void* workspace, cudaStream_t stream) {
+  if (p.batch * p.kv_heads == 0) return cudaSuccess;
+  Arguments a{};
+  CLO_CUDA_RETURN(make_arguments(p, workspace, &a));
+  a.options = options;
   const Kernel kernel = p.dtype == DType::kF32 ? pick<float>(p) : pick<BFloat>(p);
   const auto bytes = static_cast<size_t>(a.plan.shared_bytes);
   CLO_CUDA_RETURN(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
@@ -305,7 +333,7 @@ cudaError_t select(const SelectTopkParams& p, const SelectOptions& options, void
   cooperative.id = cudaLaunchAttributeCooperative;
   cooperative.val.cooperative = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(grid));
+  config.gridDim = dim3(static_cast<unsigned>(a.grid));
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = bytes;
   config.stream = stream;
@@ -314,8 +342,16 @@ cudaError_t select(const SelectTopkParams& p, const SelectOptions& options, void
   return cudaLaunchKernelEx(&config, kernel, a);
 }
 
+cudaError_t select(const SelectTopkParams& p, const SelectOptions& options, void* workspace, cudaStream_t stream) {
+  if (p.batch * p.kv_heads == 0) return cudaSuccess;
+  Arguments a{};
+  CLO_CUDA_RETURN(make_arguments(p, workspace, &a));
+  CLO_CUDA_RETURN(encode_queries(p, a.encoded, stream));
+  return select_encoded(p, options, workspace, stream);
+}
+
 cudaError_t select_topk(const SelectTopkParams& p, void* workspace, cudaStream_t stream) {
-  return select(p, {{nullptr, nullptr}, true}, workspace, stream);
+  return select(p, {{nullptr, nullptr}, true, nullptr, nullptr, 0}, workspace, stream);
 }
 
 }  // namespace clo::cuda

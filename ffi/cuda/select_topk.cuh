@@ -6,8 +6,12 @@
 namespace clo::cuda {
 
 struct SelectOptions {
-  LayerRef rows;       // where `exact` finds the rows: host_rows of the layer; views null: p.rows
-  bool fill_skipped;   // indices of skipped heads become -1; else they stay as they are
+  LayerRef rows;            // where `exact` finds the rows: host_rows of the layer; views null: p.rows
+  bool fill_skipped;        // indices of skipped heads become -1; else they stay as they are
+  uint32_t* selected_bits;  // [B·Ko, ceil(S/32)] bit t of a selecting head's row: token t is selected; rows of others stay
+                            // as they are. May be null; if not, p.indices may be null
+  uint32_t* error;          // the engine's error word, or null
+  uint64_t timeout_ns;      // of waits between the blocks of a head; 0: the default
 };
 
 // Candidates of sequence b are tokens [*begin, *begin + result).
@@ -23,6 +27,16 @@ __device__ __forceinline__ int selected(const SelectTopkParams& p, int b) {
   return max(0, min(min(p.k[b], static_cast<int>(p.k_max)), count));
 }
 
+// The two halves of a selection, one after the other in a stream over the same workspace of select_topk_workspace_bytes.
+// The second is launched so that it may begin while the first still runs.
+//
+// The first with a lookup: heads that hit become p.skip, which is lookup.hit. As `lookup` of cache_lookup.cuh it lets heads
+// hit that have nothing to select, and clears a word if one is given.
+cudaError_t lookup_and_encode(const CacheLookupParams& lookup, const SelectTopkParams& p, uint32_t* clear, void* workspace,
+                              cudaStream_t stream);
+cudaError_t select_encoded(const SelectTopkParams& p, const SelectOptions& options, void* workspace, cudaStream_t stream);
+
+// Both, without a lookup.
 cudaError_t select(const SelectTopkParams& p, const SelectOptions& options, void* workspace, cudaStream_t stream);
 
 }  // namespace clo::cuda
