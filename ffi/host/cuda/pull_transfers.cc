@@ -165,6 +165,7 @@ std::string PullTransfers::describe(uint32_t error) const {
     case cuda::Failure::kAborted: return request + ": aborted: " + why_;
     case cuda::Failure::kBadOperand:
       return "layer " + std::to_string(cuda::error_layer(error)) + ", backend pull: an operand is out of range";
+    case cuda::Failure::kSelection: return request + ": the selection did not come to an end in time" + limit;
   }
   return request + ": unknown failure";
 }
