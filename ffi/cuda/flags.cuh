@@ -26,6 +26,7 @@ enum class Failure : uint32_t {
   kNotPosted = 2,     // the transfer kernel waited longer than the limit for a layer's request
   kAborted = 3,       // by the host
   kBadOperand = 4,    // a value in device memory that leads outside of the arenas
+  kSelection = 5,     // blocks of the selection waited longer than the limit for each other
 };
 constexpr uint32_t kMaxLayers = 512;
 

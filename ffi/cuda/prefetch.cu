@@ -2,7 +2,6 @@
 #include <algorithm>
 
 #include "cuda/block_select.cuh"
-#include "cuda/cache_lookup.cuh"
 #include "cuda/check.h"
 #include "cuda/flags.cuh"
 #include "cuda/select_topk.cuh"
@@ -290,8 +289,8 @@ cudaError_t prefetch(const PrefetchParams& p, const EngineRef& engine, void* wor
   auto* memory = static_cast<unsigned char*>(workspace);
   const Arguments a{p, engine, make_masks(p.view), reinterpret_cast<uint32_t*>(memory),
                     memory + kHeader + select_bytes(p.select)};
-  CLO_CUDA_RETURN(lookup(p.lookup, p.select.k, a.finished, stream));
-  CLO_CUDA_RETURN(select(p.select, {engine.layer, false}, memory + kHeader, stream));
+  CLO_CUDA_RETURN(lookup_and_encode(p.lookup, p.select, a.finished, memory + kHeader, stream));
+  CLO_CUDA_RETURN(select_encoded(p.select, {engine.layer, false, nullptr, engine.error, engine.timeout_ns}, memory + kHeader, stream));
   const size_t bytes = a.masks.shared ? a.masks.bytes : 0;
   CLO_CUDA_RETURN(cudaFuncSetAttribute(reinterpret_cast<const void*>(difference_kernel),
                                        cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));

@@ -1,66 +1,173 @@
-// The projections z = q·W of the query heads that select, ahead of the selection kernel.
+// What comes before a selection, in one kernel: the lookup, if one is asked for, and of the heads that select the
+// projections q·W of their queries.
+//
+// A few blocks a head, each with every n-th word of 32 hash bits. All of them decide for themselves whether the head hits;
+// they are a cluster, so that its first block can wait until the others have read the label and the age before it
+// overwrites them.
+#include <algorithm>
+
+#include "cuda/cache_lookup.cuh"
 #include "cuda/check.h"
-#include "cuda/numeric.cuh"
 #include "cuda/select_encode.cuh"
 
 namespace clo::cuda {
 namespace {
 
 constexpr int kColumns = 32, kQueries = 8, kThreads = kColumns * kQueries;
+constexpr int kMaxBlocks = 512;      // of a grid: with more heads fewer blocks a head
+constexpr int kEagerHeads = 64;      // up to that many heads load weights before they know whether they select
 
-// A block makes 32 columns of one KV head: a warp a query head, a lane a column, each projection one chain of multiply-adds
-// in the order of d as in the CPU kernel, so that signs agree to the bit.
-template <typename T>
-__global__ void __launch_bounds__(kThreads) encode_kernel(const __grid_constant__ SelectTopkParams p, EncodedQueries out) {
-  extern __shared__ __align__(16) float shared[];
-  const int bh = blockIdx.x, b = bh / static_cast<int>(p.kv_heads), h = bh % static_cast<int>(p.kv_heads);
-  const int G = static_cast<int>(p.group), D = static_cast<int>(p.head_dim), R = static_cast<int>(p.bits);
-  const int tid = threadIdx.x, lane = tid % 32, g = tid / 32, column = blockIdx.y * kColumns;
-  if (blockIdx.y == 0)
-    for (int i = bh * kThreads + tid; i < out.counter_words; i += gridDim.x * kThreads) out.counters[i] = 0;
-  if (p.skip[bh] || p.k[b] <= 0) return;
+struct Arguments {
+  SelectTopkParams p;
+  CacheLookupParams lookup;
+  uint32_t* clear;
+  EncodedQueries out;
+};
 
-  float* const weights = shared;                  // [D][kColumns]
-  float* const query = weights + D * kColumns;    // [G][D]
-  const float* from = p.weights + static_cast<int64_t>(h) * D * R + column;
-#pragma unroll 4
-  for (int i = tid; i < D * (kColumns / 4); i += kThreads)
-    reinterpret_cast<float4*>(weights)[i] =
-        __ldg(reinterpret_cast<const float4*>(from + static_cast<int64_t>(i / (kColumns / 4)) * R + i % (kColumns / 4) * 4));
-  const T* q = static_cast<const T*>(p.query) + static_cast<int64_t>(bh) * G * D;
-  for (int i = tid; i < G * D; i += kThreads) query[i] = widen(q[i]);
-  __syncthreads();
-  if (g >= G) return;
-  float sum = 0;
-#pragma unroll 8
-  for (int d = 0; d < D; ++d) sum = fmaf(query[g * D + d], weights[d * kColumns + lane], sum);
-  out.z[(static_cast<int64_t>(bh) * G + g) * R + column + lane] = sum;
-  if (blockIdx.y != 0 || p.retriever != Retriever::kSign) return;
-  float along_mean = 0;
-  for (int d = lane; d < D; d += 32) along_mean += query[g * D + d] * p.mean[static_cast<int64_t>(bh) * D + d];
-  along_mean = warp_sum(along_mean);
-  if (lane == 0) out.offsets[bh * G + g] = p.scale * along_mean - p.lse[bh * G + g];
+// The weights of 32 columns on their way to shared memory, [D][kColumns].
+__device__ __forceinline__ void fetch_weights(const float* from, float* to, int D, int R) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  for (int i = threadIdx.x; i < D * (kColumns / 4); i += kThreads) {
+    const float* source = from + static_cast<int64_t>(i / (kColumns / 4)) * R + i % (kColumns / 4) * 4;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address + i * 16), "l"(source) : "memory");
+  }
 }
 
-// Without projections only the counters are to be cleared.
-__global__ void clear_kernel(EncodedQueries out) {
-  for (int i = threadIdx.x; i < out.counter_words; i += blockDim.x) out.counters[i] = 0;
+// hata: where all queries of the group count alike, a key's distance grows by G - 2n when it has a bit that n queries have
+// set; halved for an even G, whose distances all have one parity. By one warp: `set` is n of the lane's bit.
+__device__ __forceinline__ void weigh_bits(int set, int G, uint32_t* planes, int words, int word) {
+  const int lane = threadIdx.x % 32, weight = G % 2 == 0 ? G / 2 - set : G - 2 * set;
+#pragma unroll
+  for (int plane = 0; plane < kPlanes; ++plane) {
+    const uint32_t mask = __ballot_sync(~0u, weight >> plane & 1);
+    if (lane == plane) planes[plane * words + word] = mask;
+  }
+  const uint32_t total = __reduce_add_sync(~0u, set);
+  if (lane == kPlanes) planes[kPlanes * words + word] = total;
+}
+
+// A warp projects a query head, a lane a column: one chain of multiply-adds in the order of d as in the CPU kernel, so that
+// signs agree to the bit.
+template <typename T, bool kLookup>
+__global__ void __launch_bounds__(kThreads) encode_kernel(const __grid_constant__ Arguments a) {
+  extern __shared__ __align__(16) float shared[];
+  __shared__ LookupScratch scratch;
+  __shared__ uint32_t signs[kQueries];
+  asm volatile("griddepcontrol.launch_dependents;");
+  const SelectTopkParams& p = a.p;
+  const int bh = blockIdx.y, b = bh / static_cast<int>(p.kv_heads), h = bh % static_cast<int>(p.kv_heads);
+  const int G = static_cast<int>(p.group), D = static_cast<int>(p.head_dim), R = static_cast<int>(p.bits), words = R / 32;
+  const int tid = threadIdx.x, lane = tid % 32, g = tid / 32;
+  const bool first = blockIdx.x == 0;
+  float* const query = shared;              // [G][D]
+  float* const weights = query + G * D;     // [D][kColumns]
+  const float* const from = p.weights + static_cast<int64_t>(h) * D * R;
+
+  const bool eager = gridDim.y <= kEagerHeads;
+  int word = static_cast<int>(blockIdx.x);
+  if (eager && word < words) fetch_weights(from + word * 32, weights, D, R);
+  bool runs = p.k[b] > 0;
+  if (!kLookup) runs = runs && !p.skip[bh];
+  const T* q = static_cast<const T*>(p.query) + static_cast<int64_t>(bh) * G * D;
+  for (int i = tid; i < G * D; i += kThreads) query[i] = widen(q[i]);
+  const uint4 nothing = {};
+  for (int i = (bh * gridDim.x + blockIdx.x) * kThreads + tid; i < a.out.clear_words; i += gridDim.x * gridDim.y * kThreads)
+    a.out.clear[i] = nothing;
+
+  if constexpr (kLookup) {
+    const bool hit = head_hits<T>(a.lookup, bh, &scratch);
+    const int32_t age = first ? a.lookup.age[bh] : 0;
+    asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
+    if (first) {
+      asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+      if (tid == 0) {
+        // A sequence with nothing to select hits, and has no label afterwards.
+        a.lookup.hit[bh] = hit || !runs;
+        a.lookup.age[bh] = !runs ? -1 : hit ? age + 1 : 0;
+        if (a.clear != nullptr && bh == 0) *a.clear = 0;
+      }
+      if (!hit) renew_label<T>(a.lookup, bh);
+    }
+    runs = runs && !hit;
+  }
+  if (!runs) return;
+
+  for (bool fetched = eager; word < words; word += gridDim.x, fetched = false) {
+    if (!fetched) fetch_weights(from + word * 32, weights, D, R);
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncthreads();
+    float sum = 0;
+    if (g < G) {
+      const float4* x = reinterpret_cast<const float4*>(query + g * D);
+#pragma unroll 8
+      for (int d = 0; d < D / 4; ++d) {
+        const float4 v = x[d];
+        const float* w = weights + d * 4 * kColumns + lane;
+        sum = fmaf(v.x, w[0], sum);
+        sum = fmaf(v.y, w[kColumns], sum);
+        sum = fmaf(v.z, w[2 * kColumns], sum);
+        sum = fmaf(v.w, w[3 * kColumns], sum);
+      }
+    }
+    if (p.retriever == Retriever::kHata) {
+      const uint32_t mask = __ballot_sync(~0u, sum > 0);
+      if (lane == 0) signs[g] = mask;
+      __syncthreads();
+      if (g == 0) {
+        int set = 0;
+        for (int i = 0; i < G; ++i) set += signs[i] >> lane & 1;
+        weigh_bits(set, G, a.out.planes + static_cast<int64_t>(bh) * (kPlanes + 1) * words, words, word);
+      }
+    } else if (g < G) {
+      const int64_t at = static_cast<int64_t>(bh) * G + g;
+      a.out.z[at * R + word * 32 + lane] = sum;
+      // Values >= 0 sort as their bits do, infinity and NaN last.
+      const uint32_t most = __reduce_max_sync(~0u, __float_as_uint(sum) & 0x7fffffffu);
+      if (lane == 0) a.out.largest[at * words + word] = most;
+      if (word == 0) {
+        float along_mean = 0;
+        for (int d = lane; d < D; d += 32) along_mean += query[g * D + d] * p.mean[static_cast<int64_t>(bh) * D + d];
+        along_mean = warp_sum(along_mean);
+        if (lane == 0) a.out.offsets[at] = p.scale * along_mean - p.lse[at];
+      }
+    }
+    __syncthreads();
+  }
 }
 
 }  // namespace
 
-cudaError_t encode_queries(const SelectTopkParams& p, const EncodedQueries& out, cudaStream_t stream) {
-  if (p.retriever == Retriever::kExact) {
-    clear_kernel<<<1, 1024, 0, stream>>>(out);
-    return cudaGetLastError();
-  }
-  const auto kernel = p.dtype == DType::kF32 ? encode_kernel<float> : encode_kernel<BFloat>;
+cudaError_t encode_queries(const SelectTopkParams& p, const LookupRequest& lookup, const EncodedQueries& out,
+                           cudaStream_t stream) {
+  if (p.head_dim % 4 != 0) return cudaErrorInvalidValue;
+  Arguments a{};
+  a.p = p;
+  if (p.retriever == Retriever::kExact) a.p.bits = 0;
+  const bool looks_up = lookup.params != nullptr;
+  if (looks_up) a.lookup = *lookup.params;
+  a.clear = lookup.clear;
+  a.out = out;
+  const int64_t heads = p.batch * p.kv_heads;
+  int64_t blocks = 1;  // of a head
+  while (blocks < kQueries && 2 * blocks <= a.p.bits / 32 && 2 * blocks * heads <= kMaxBlocks) blocks *= 2;
+  using Kernel = void (*)(Arguments);
+  const bool wide = p.dtype == DType::kF32;
+  const Kernel kernel = looks_up ? (wide ? encode_kernel<float, true> : encode_kernel<BFloat, true>)
+                                 : (wide ? encode_kernel<float, false> : encode_kernel<BFloat, false>);
   const size_t bytes = static_cast<size_t>(p.head_dim * (kColumns + p.group)) * sizeof(float);
   CLO_CUDA_RETURN(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                        cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
-  const dim3 grid(static_cast<unsigned>(p.batch * p.kv_heads), static_cast<unsigned>(p.bits / kColumns));
-  kernel<<<grid, kThreads, bytes, stream>>>(p, out);
-  return cudaGetLastError();
+  cudaLaunchAttribute cluster;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(heads));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = bytes;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = looks_up ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, a);
 }
 
 }  // namespace clo::cuda

@@ -5,26 +5,39 @@
 
 namespace clo::cuda {
 
-__device__ __forceinline__ bool takes_part(const SelectTopkParams& p, int bh) {
+// Division of numbers below 2^16 by one, the same for all: a product instead.
+struct Divisor {
+  uint32_t magic;  // 0: by one
+
+  explicit Divisor(int64_t by) : magic(by == 1 ? 0 : static_cast<uint32_t>((int64_t{1} << 32) / by + 1)) {}
+  Divisor() = default;
+  __device__ __forceinline__ int operator()(int n) const {
+    return magic == 0 ? n : static_cast<int>(__umulhi(static_cast<uint32_t>(n), magic));
+  }
+};
+
+__device__ __forceinline__ bool takes_part(const SelectTopkParams& p, Divisor kv_heads, int bh) {
   const bool skip = p.skip[bh];  // read beside the others, not before them
-  return selected(p, bh / static_cast<int>(p.kv_heads)) > 0 && !skip;
+  return selected(p, kv_heads(bh)) > 0 && !skip;
 }
 
 // The heads that select, found by every warp for itself.
 class Heads {
  public:
-  __device__ explicit Heads(const SelectTopkParams& p) : p_(p), all_(static_cast<int>(p.batch * p.kv_heads)) {
+  __device__ __forceinline__ Heads(const SelectTopkParams& p, Divisor kv_heads)
+      : p_(p), kv_heads_(kv_heads), all_(static_cast<int>(p.batch) * static_cast<int>(p.kv_heads)) {
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) held_[i] = mask(i * 32);
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) count_ += __popc(held_[i]);
+#pragma unroll 1
     for (int first = kHeld * 32; first < all_; first += 32) count_ += __popc(mask(first));
   }
 
   __device__ int count() const { return count_; }
 
   // The n-th, 0 <= n < count().
-  __device__ int nth(int n) const {
+  __device__ __forceinline__ int nth(int n) const {
     int before = 0;
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
@@ -32,6 +45,7 @@ class Heads {
       if (head >= 0) return head;
       before += __popc(held_[i]);
     }
+#pragma unroll 1
     for (int first = kHeld * 32; first < all_; first += 32) {
       const uint32_t heads = mask(first);
       const int head = find(heads, first, n - before);
@@ -44,12 +58,12 @@ class Heads {
  private:
   static constexpr int kHeld = 4;
 
-  __device__ uint32_t mask(int first) const {
+  __device__ __forceinline__ uint32_t mask(int first) const {
     const int head = first + static_cast<int>(threadIdx.x % 32);
-    return __ballot_sync(~0u, head < all_ && takes_part(p_, min(head, all_ - 1)));
+    return __ballot_sync(~0u, head < all_ && takes_part(p_, kv_heads_, head));
   }
 
-  __device__ static int find(uint32_t heads, int first, int n) {
+  __device__ __forceinline__ static int find(uint32_t heads, int first, int n) {
     const int lane = threadIdx.x % 32;
     const bool mine = (heads >> lane & 1) && __popc(heads & ((1u << lane) - 1)) == n;
     const uint32_t found = __ballot_sync(~0u, mine);
@@ -57,6 +71,7 @@ class Heads {
   }
 
   const SelectTopkParams& p_;
+  Divisor kv_heads_;
   int all_, count_ = 0;
   uint32_t held_[kHeld];
 };

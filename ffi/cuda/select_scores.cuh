@@ -23,6 +23,13 @@ __device__ __forceinline__ void multiply(int (&d)[4], const uint32_t (&a)[4], ui
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
 }
 
+// exp of x / log2(e) as clamped_exp has it; x is a logarithm to base 2.
+__device__ __forceinline__ float clamped_power(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(fminf(x, 80.0f * kLog2e)));
+  return x >= -87.0f * kLog2e ? y : 0.0f;
+}
+
 // Rank of a score >= 0, by the 16 leading bits of its value.
 __device__ __forceinline__ uint16_t score_rank(float score) {
   return static_cast<uint16_t>(0xffffu - (__float_as_uint(score) >> 15));
@@ -48,93 +55,131 @@ struct Columns {
   }
 };
 
-// 256-bit codes on their way to shared memory, `slots` steps ahead of their scoring. Each warp has slots of its own.
+// 256-bit codes on their way to shared memory, and factors with them for sign, `slots` steps ahead of their scoring. Each
+// warp has slots of its own.
+template <bool kFactors>
 class CodeRing {
  public:
-  static constexpr int kSlotBytes = kWarps * kStep * 32;  // of all warps
+  static constexpr int kCodeBytes = kStep * 32;
+  static constexpr int kFactorBytes = kFactors ? kStep * 2 + 16 : 0;  // begins at a word: up to one more than kStep
+  static constexpr int kSlotBytes = kWarps * (kCodeBytes + kFactorBytes);
   static constexpr int kMaxSlots = 3;
 
-  __device__ CodeRing(unsigned char* memory, int slots, const uint32_t* codes, int n)
-      : memory_(memory + threadIdx.x / 32 * kStep * 32), slots_(slots), codes_(codes), n_(n) {}
-
-  // Starts the copies of the first steps.
-  __device__ void start() const {
-    for (int step = 0; step < slots_; ++step) fetch(step);
+  __device__ CodeRing(unsigned char* memory, int slots, const uint32_t* codes, const uint16_t* factors, int n)
+      : memory_(memory + threadIdx.x / 32 * (kCodeBytes + kFactorBytes)), slots_(slots), codes_(codes), n_(n),
+        next_(static_cast<int>(threadIdx.x / 32) * kStep) {
+    if constexpr (kFactors) {
+      odd_ = reinterpret_cast<uintptr_t>(factors) / 2 % 2;
+      factors_ = factors - odd_;
+    }
   }
 
-  // Waits for the step's codes, gets this lane's words of keys 8·l + lane / 4, and starts the copy that takes their slot.
-  __device__ __forceinline__ void take(int step, uint2 (&words)[kStep / 8]) const {
+  // Starts the copies of the first steps.
+  __device__ __forceinline__ void start() {
+#pragma unroll 1
+    for (int slot = 0; slot < slots_; ++slot) fetch(slot);
+  }
+
+  // Waits for the next step's codes, gets this lane's words of keys 8·l + lane / 4, the factors of keys lane and lane + 32, and
+  // starts the copy that takes their slot.
+  __device__ __forceinline__ void take(uint2 (&words)[kStep / 8], uint16_t (&factors)[2]) {
     if (slots_ == 1) asm volatile("cp.async.wait_group 0;" ::: "memory");
     else if (slots_ == 2) asm volatile("cp.async.wait_group 1;" ::: "memory");
     else asm volatile("cp.async.wait_group 2;" ::: "memory");
     __syncwarp();
-    const uint2* from = reinterpret_cast<const uint2*>(memory_ + step % slots_ * kSlotBytes) + threadIdx.x % 32;
+    const unsigned char* const slot = memory_ + slot_ * kSlotBytes;
+    const uint2* from = reinterpret_cast<const uint2*>(slot) + threadIdx.x % 32;
 #pragma unroll
     for (int l = 0; l < kStep / 8; ++l) words[l] = from[l * 32];
+    if constexpr (kFactors) {
+      const uint16_t* f = reinterpret_cast<const uint16_t*>(slot + kCodeBytes) + odd_ + threadIdx.x % 32;
+      factors[0] = f[0];
+      factors[1] = f[32];
+    }
     __syncwarp();
-    fetch(step + slots_);
+    fetch(slot_);
+    slot_ = slot_ + 1 == slots_ ? 0 : slot_ + 1;
   }
 
  private:
-  __device__ __forceinline__ void fetch(int step) const {
-    const int lane = threadIdx.x % 32, first = (step * kWarps + static_cast<int>(threadIdx.x / 32)) * kStep;
-    const uint32_t to = shared_address(memory_ + step % slots_ * kSlotBytes) + lane * 16;
+  // The copies of the next step that have not been started, into a slot.
+  __device__ __forceinline__ void fetch(int to) {
+    const int lane = threadIdx.x % 32, first = next_;
+    next_ += kWarps * kStep;
+    const uint32_t slot = shared_address(memory_ + to * kSlotBytes);
     const uint32_t* from = codes_ + static_cast<int64_t>(first) * 8 + lane * 4;
 #pragma unroll
     for (int i = 0; i < kStep / 16; ++i)
       if (first + i * 16 + lane / 2 < n_)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i * 512), "l"(from + i * 128) : "memory");
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(slot + lane * 16 + i * 512), "l"(from + i * 128)
+                     : "memory");
+    if constexpr (kFactors) {
+      fetch_factors(slot + kCodeBytes, first, lane);
+      if (lane == 0) fetch_factors(slot + kCodeBytes, first, 32);
+    }
     asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+
+  // Two factors from an address that is a multiple of 4 bytes; the second is left out where there is none.
+  __device__ __forceinline__ void fetch_factors(uint32_t to, int first, int pair) const {
+    const int left = n_ + odd_ - first - 2 * pair;
+    if (left > 0)
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to + pair * 4), "l"(factors_ + first + 2 * pair),
+                   "r"(left > 1 ? 4 : 2)
+                   : "memory");
   }
 
   unsigned char* memory_;
   int slots_;
   const uint32_t* codes_;
-  int n_;
+  int n_, next_, slot_ = 0, odd_ = 0;
+  const uint16_t* factors_ = nullptr;
 };
 
 // Ranks of keys [0, n) by code: put(key, rank) for each, by any thread. kFast: 256 bits, and `ring` has been started.
+// hata: `base` is the rank of an empty code, and with kFast the planes are those in `encoded_planes`, not s.planes.
 template <Retriever kRetriever, int kSets, bool kFast, typename Put>
-__device__ void score_codes(const uint32_t* codes, const uint16_t* factors, int words, int n, const GroupQuery& s,
-                            const CodeRing& ring, Put put) {
+__device__ __forceinline__ void score_codes(const uint32_t* codes, const uint16_t* factors, int words, int n,
+                                            const GroupQuery& s, const uint32_t* encoded_planes, int base,
+                                            CodeRing<kRetriever == Retriever::kSign>& ring, Put put) {
   using C = Columns<kRetriever, kSets>;
   constexpr bool kHata = kRetriever == Retriever::kHata;
   constexpr int kGroups = kStep / 16;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, column = lane % 4;
   uint2 held[kFast ? C::kCount : 1];
-  if constexpr (kFast) {
+  if constexpr (kFast && kHata) {
+    // Straight from what the kernel ahead has left.
+    const uint2 mine = __ldcg(reinterpret_cast<const uint2*>(encoded_planes + row % 4 * 8) + column);
+#pragma unroll
+    for (int i = 0; i < C::kCount; ++i) held[i] = row / 4 == i ? mine : uint2{0, 0};
+  } else if constexpr (kFast) {
 #pragma unroll
     for (int i = 0; i < C::kCount; ++i) held[i] = C::load(s.planes, 8, 0, i);
   }
 
-  float slopes[kSets], offsets[kSets];
-  int sums[kSets];
+  float slopes[kSets] = {}, offsets[kSets] = {};
+  int biases[kSets] = {};  // an integer's bits plus this are those of a float, 2^23 + 2^22 too large
+  constexpr float kBias = 12582912.0f;
+  if constexpr (!kHata) {
 #pragma unroll
-  for (int set = 0; set < kSets; ++set) {
-    slopes[set] = s.facts->slopes[column + 4 * set];
-    offsets[set] = s.facts->offsets[column + 4 * set];
-    sums[set] = s.facts->sums[column + 4 * set];
+    for (int set = 0; set < kSets; ++set) {
+      slopes[set] = s.facts->slopes[column + 4 * set];
+      offsets[set] = s.facts->offsets[column + 4 * set];
+      biases[set] = __float_as_int(kBias) - s.facts->sums[column + 4 * set];
+    }
   }
-  const int base = s.facts->base, low = column % 2 ? 4 : 1, high = column % 2 ? -8 : 2;
+  const int low = column % 2 ? 4 : 1, high = column % 2 ? -8 : 2;
 
-  uint16_t ahead[2] = {};  // factors of the next step
-  const auto fetch_factors = [&](int first) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int key = first + i * 32 + lane;
-      ahead[i] = key < n ? __ldcs(factors + key) : 0;
-    }
-  };
-  if constexpr (!kHata) fetch_factors(warp * kStep);
-  for (int step = 0, first = warp * kStep; first < n; ++step, first += kWarps * kStep) {
-    float halves[2] = {};
-    if constexpr (!kHata) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) halves[i] = __half2float(__ushort_as_half(ahead[i]));
-      fetch_factors(first + kWarps * kStep);
-    }
+  for (int first = warp * kStep; first < n; first += kWarps * kStep) {
     uint2 code[kFast ? kStep / 8 : 1];
-    if constexpr (kFast) ring.take(step, code);
+    uint16_t bits[2] = {};
+    if constexpr (kFast) {
+      ring.take(code, bits);
+    } else if constexpr (!kHata) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) bits[i] = first + i * 32 + lane < n ? __ldcs(factors + first + i * 32 + lane) : 0;
+    }
+    const float halves[2] = {__half2float(__ushort_as_half(bits[0])), __half2float(__ushort_as_half(bits[1]))};
     float scores[kGroups][2];
     int counts[4] = {};
 #pragma unroll
@@ -182,9 +227,9 @@ __device__ void score_codes(const uint32_t* codes, const uint16_t* factors, int 
           for (int set = 0; set < kSets; ++set) {
             const int(&low_planes)[4] = products[2 * set];
             const int(&high_planes)[4] = products[2 * set + 1];
-            const int sum = low_planes[2 * half] + 2 * low_planes[2 * half + 1] + 4 * high_planes[2 * half] -
-                            8 * high_planes[2 * half + 1];
-            score += clamped_exp(slopes[set] * factor * static_cast<float>(2 * sum - sums[set]) + offsets[set]);
+            const int twice = 2 * low_planes[2 * half] + 4 * low_planes[2 * half + 1] + 8 * high_planes[2 * half] -
+                              16 * high_planes[2 * half + 1] + biases[set];
+            score += clamped_power(slopes[set] * factor * (__int_as_float(twice) - kBias) + offsets[set]);
           }
           scores[group][half] = score;
         }
@@ -233,7 +278,7 @@ __device__ void score_rows(const T* rows, int D, int n, const GroupQuery& s, Put
     }
     float score = 0;
 #pragma unroll
-    for (int g = 0; g < kQueries; ++g) score += clamped_exp(s.facts->slopes[g] * warp_sum<8>(dots[g]) + s.facts->offsets[g]);
+    for (int g = 0; g < kQueries; ++g) score += clamped_power(s.facts->slopes[g] * warp_sum<8>(dots[g]) + s.facts->offsets[g]);
     if (part == 0 && key < n) put(key, score_rank(score));
   }
 }

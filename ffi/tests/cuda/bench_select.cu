@@ -1,8 +1,9 @@
 // Times of the lookup, the selection and the prefetch kernels, each beside a plain read of the same bytes in the same run.
 //
 // Every figure is the median over replays of a graph that runs the kernel over enough sets of inputs in turn that they do
-// not fit in the L2 cache, divided by their number. Prints one line a case; with the argument `goals` only those that have
-// a goal.
+// not fit in the L2 cache, divided by their number. One line a figure, tab-separated: name, value, unit, name of the
+// control, control, goal ("-" where there is none). clo_jax/bench/native.py makes a results file of them. Arguments:
+// `goals`, only what has a goal; `table`, lines for reading instead.
 #include <algorithm>
 #include <cstdio>
 #include <functional>
@@ -11,7 +12,7 @@
 
 #include "clo/params.h"
 #include "cuda/kernels.h"
-#include "cuda/select_encode.cuh"
+#include "cuda/select_topk.cuh"
 #include "device.h"
 
 namespace {
@@ -50,8 +51,12 @@ T* allocate(size_t count) {
   return p;
 }
 
-// Microseconds of one of `sets` calls of `run(set, stream)`.
-double time(int sets, const std::function<void(int, cudaStream_t)>& run) {
+constexpr int kRounds = 2;  // through all sets in a graph
+
+// Microseconds of one of `sets` calls of `run(set, stream)`; `call` counts them from 0 to kRounds * sets. `prepare` is
+// called before every replay, outside of the time.
+double time(int sets, const std::function<void(int set, int call, cudaStream_t)>& run,
+            const std::function<void(cudaStream_t)>& prepare = {}) {
   cudaStream_t stream;
   cudaGraph_t graph;
   cudaGraphExec_t replay;
@@ -60,20 +65,19 @@ double time(int sets, const std::function<void(int, cudaStream_t)>& run) {
   CLO_CUDA_CHECK(cudaEventCreate(&start));
   CLO_CUDA_CHECK(cudaEventCreate(&stop));
   CLO_CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  constexpr int kRounds = 2;
-  for (int round = 0; round < kRounds; ++round)
-    for (int set = 0; set < sets; ++set) run(set, stream);
+  for (int call = 0; call < kRounds * sets; ++call) run(call % sets, call, stream);
   CLO_CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
   CLO_CUDA_CHECK(cudaGraphInstantiate(&replay, graph, 0));
   std::vector<float> times;
   for (int i = 0; i < 28; ++i) {
     float ms = 0;
+    if (prepare) prepare(stream);
     CLO_CUDA_CHECK(cudaEventRecord(start, stream));
     CLO_CUDA_CHECK(cudaGraphLaunch(replay, stream));
     CLO_CUDA_CHECK(cudaEventRecord(stop, stream));
     CLO_CUDA_CHECK(cudaEventSynchronize(stop));
     CLO_CUDA_CHECK(cudaEventElapsedTime(&ms, start, stop));
-    if (i >= 3) times.push_back(ms * 1000 / (kRounds * sets));
+    if (i >= 3) times.push_back(ms * 1000 / static_cast<float>(kRounds * sets));
   }
   CLO_CUDA_CHECK(cudaGraphExecDestroy(replay));
   CLO_CUDA_CHECK(cudaGraphDestroy(graph));
@@ -84,10 +88,18 @@ double time(int sets, const std::function<void(int, cudaStream_t)>& run) {
   return times[times.size() / 2];
 }
 
-void print(const std::string& name, double us, double control, double goal) {
-  std::printf("%-44s %9.2f us   control (read) %8.2f us   ratio %5.2f", name.c_str(), us, control, us / control);
-  if (goal > 0) std::printf("   goal %6.1f us %s", goal, us <= goal ? "met" : "MISSED");
-  std::printf("\n");
+bool table = false;
+
+// One figure in microseconds; goal 0: none.
+void row(const std::string& name, double us, double control, double goal) {
+  char bound[32] = "-";
+  if (goal > 0) std::snprintf(bound, sizeof bound, "<= %g us", goal);
+  if (table) {
+    std::printf("%-60s %9.2f us   control (read) %8.2f us   ratio %5.2f   %s %s\n", name.c_str(), us, control, us / control,
+                bound, goal <= 0 ? "" : us <= goal ? "met" : "MISSED");
+  } else {
+    std::printf("%s\t%.6g\tus\tplain read of the same bytes\t%.6g\t%s\n", name.c_str(), us, control, bound);
+  }
   std::fflush(stdout);
 }
 
@@ -156,30 +168,38 @@ struct Sets {
 void selection(const char* name, int64_t B, int64_t G, int64_t S, int64_t k, double hata_goal, double sign_goal) {
   const Sets sets(B, G, S, k);
   const auto read = [&](const std::vector<uint32_t*>& what, size_t bytes) {
-    return time(sets.count, [&](int set, cudaStream_t stream) {
+    return time(sets.count, [&](int set, int, cudaStream_t stream) {
       read_kernel<<<264, 1024, 0, stream>>>(reinterpret_cast<const uint4*>(what[set]), bytes / 16, sets.sink);
     });
   };
   const double codes = read(sets.codes, sets.code_bytes);
   for (Retriever retriever : {Retriever::kHata, Retriever::kSign}) {
     const bool hata = retriever == Retriever::kHata;
-    auto* workspace = allocate<uint8_t>(clo::cuda::select_topk_workspace_bytes(sets.params(0, retriever)));
-    const double us = time(sets.count, [&](int set, cudaStream_t stream) {
-      CLO_CUDA_CHECK(clo::cuda::select_topk(sets.params(set, retriever), workspace, stream));
-    });
+    const std::string title = std::string("select_topk ") + (hata ? "hata, " : "sign, ") + name;
     // sign reads a factor beside each code, a sixteenth of the bytes more.
-    // The first of its two kernels alone, which projects the queries.
-    auto* z = allocate<float>(static_cast<size_t>(sets.B * sets.Ko * sets.G * (sets.R + 1)));
-    auto* counters = allocate<uint32_t>(8192);
-    const clo::cuda::EncodedQueries out{z, z + sets.B * sets.Ko * sets.G * sets.R, counters, 5120};
-    const double encode = time(sets.count, [&](int set, cudaStream_t stream) {
-      CLO_CUDA_CHECK(clo::cuda::encode_queries(sets.params(set, retriever), out, stream));
-    });
-    std::printf("  projection of the queries alone %.2f us, the rest %.2f us\n", encode, us - encode);
-    CLO_CUDA_CHECK(cudaFree(z));
-    CLO_CUDA_CHECK(cudaFree(counters));
-    print(std::string(name) + (hata ? " hata" : " sign"), us, hata ? codes : codes * 17 / 16, hata ? hata_goal : sign_goal);
-    CLO_CUDA_CHECK(cudaFree(workspace));
+    const double control = hata ? codes : codes * 17 / 16;
+    std::vector<uint8_t*> workspaces;  // the second half uses up what the first has left
+    for (int i = 0; i < kRounds * sets.count; ++i)
+      workspaces.push_back(allocate<uint8_t>(clo::cuda::select_topk_workspace_bytes(sets.params(0, retriever))));
+    const auto project = [&](int set, int call, cudaStream_t stream) {
+      CLO_CUDA_CHECK(clo::cuda::encode(sets.params(set, retriever), workspaces[static_cast<size_t>(call)], stream));
+    };
+    const double alone = time(
+        sets.count,
+        [&](int set, int call, cudaStream_t stream) {
+          const clo::cuda::SelectOptions options{{nullptr, nullptr}, true, nullptr, nullptr, 0};
+          CLO_CUDA_CHECK(clo::cuda::select_encoded(sets.params(set, retriever), options,
+                                                   workspaces[static_cast<size_t>(call)], stream));
+        },
+        [&](cudaStream_t stream) {
+          for (int call = 0; call < kRounds * sets.count; ++call) project(call % sets.count, call, stream);
+        });
+    row(title + ", score and top-k", alone, control, hata ? hata_goal : sign_goal);
+    row(title + ", the projection of the queries", time(sets.count, project), control, 0);
+    row(title + ", both", time(sets.count, [&](int set, int call, cudaStream_t stream) {
+          CLO_CUDA_CHECK(clo::cuda::select_topk(sets.params(set, retriever), workspaces[static_cast<size_t>(call)], stream));
+        }), control, 0);
+    for (uint8_t* workspace : workspaces) CLO_CUDA_CHECK(cudaFree(workspace));
   }
 }
 
@@ -200,13 +220,13 @@ void lookup(int64_t B) {
   clo::test::Array<uint8_t> hit(heads, uint8_t{0});
   clo::test::Array<uint32_t> sink(1, 0u);
   const auto run = [&](const float* threshold) {
-    return time(kSets, [&](int set, cudaStream_t stream) {
+    return time(kSets, [&](int set, int, cudaStream_t stream) {
       CLO_CUDA_CHECK(clo::cuda::cache_lookup({B, K, G, D, DType::kBF16, queries[set]->device, labels[set]->device,
                                               ages[set]->device, importance.device, threshold, max_age.device, hit.device},
                                              stream));
     });
   };
-  const double control = time(kSets, [&](int set, cudaStream_t stream) {
+  const double control = time(kSets, [&](int set, int, cudaStream_t stream) {
     const size_t count = labels[set]->bytes() / 16;
     const auto blocks = static_cast<unsigned>((count + 4095) / 4096);
     read_kernel<<<blocks, 1024, 0, stream>>>(reinterpret_cast<const uint4*>(labels[set]->device), count, sink.device);
@@ -214,8 +234,8 @@ void lookup(int64_t B) {
   });
   clo::test::Array<float> never(static_cast<size_t>(K), 2.0f);
   const std::string name = "lookup + label update, B " + std::to_string(B) + " H 32 K 8";
-  print(name + ", all miss", run(never.device), control, 5);
-  print(name + ", all hit", run(thresholds.device), control, 5);
+  row(name + ", all miss", run(never.device), control, 5);
+  row(name + ", all hit", run(thresholds.device), control, 5);
 }
 
 void prefetch(int64_t B, int64_t S, int64_t k) {
@@ -233,7 +253,7 @@ void prefetch(int64_t B, int64_t S, int64_t k) {
   clo::test::Array<float> importance(static_cast<size_t>(sets.Ko * sets.G), 1.0f);
   clo::test::Array<float> thresholds(static_cast<size_t>(sets.Ko), 2.0f);
   clo::test::Array<uint8_t> label(heads * sets.G * sets.D * 2, uint8_t{0});
-  const clo::cuda::EngineRef engine{{views.device, layer.device}, nullptr, nullptr, nullptr, 0};
+  const clo::cuda::EngineRef engine{{views.device, layer.device}, nullptr, nullptr, nullptr, 0, nullptr};
   const auto params = [&](int set) {
     clo::PrefetchParams p;
     p.select = sets.params(set, Retriever::kHata);
@@ -246,13 +266,13 @@ void prefetch(int64_t B, int64_t S, int64_t k) {
     return p;
   };
   auto* workspace = allocate<uint8_t>(clo::cuda::prefetch_workspace_bytes(params(0)));
-  const double us = time(sets.count, [&](int set, cudaStream_t stream) {
+  const double us = time(sets.count, [&](int set, int, cudaStream_t stream) {
     CLO_CUDA_CHECK(clo::cuda::prefetch(params(set), engine, workspace, stream));
   });
-  const double control = time(sets.count, [&](int set, cudaStream_t stream) {
+  const double control = time(sets.count, [&](int set, int, cudaStream_t stream) {
     read_kernel<<<264, 1024, 0, stream>>>(reinterpret_cast<const uint4*>(sets.codes[set]), sets.code_bytes / 16, sets.sink);
   });
-  print("prefetch, all heads miss, B " + std::to_string(B) + " 8 x " + std::to_string(S) + " k " + std::to_string(k), us,
+  row("prefetch, all heads miss, B " + std::to_string(B) + " 8 x " + std::to_string(S) + " k " + std::to_string(k), us,
         control, 0);
   CLO_CUDA_CHECK(cudaFree(workspace));
 }
@@ -266,15 +286,14 @@ void encode(int64_t N) {
   auto* codes = allocate<uint32_t>(static_cast<size_t>(K * N * R / 32));
   auto* factors = allocate<uint16_t>(static_cast<size_t>(K * N));
   auto* sink = allocate<uint32_t>(1);
-  const double us = time(1, [&](int, cudaStream_t stream) {
+  const double us = time(1, [&](int, int, cudaStream_t stream) {
     const clo::HashEncodeParams p{1, K, N, D, R, DType::kBF16, x.device, weights.device, mean.device, codes, factors};
     CLO_CUDA_CHECK(clo::cuda::hash_encode(p, stream));
   });
-  const double control = time(1, [&](int, cudaStream_t stream) {
+  const double control = time(1, [&](int, int, cudaStream_t stream) {
     read_kernel<<<264, 1024, 0, stream>>>(reinterpret_cast<const uint4*>(x.device), x.bytes() / 16, sink);
   });
-  print("hash_encode 8 x " + std::to_string(N) + " keys", us, control, 0);
-  std::printf("    %.1f TFLOP/s\n", 2.0 * K * N * D * R / us * 1e-6);
+  row("hash_encode 8 x " + std::to_string(N) + " keys", us, control, 0);
   CLO_CUDA_CHECK(cudaFree(codes));
   CLO_CUDA_CHECK(cudaFree(factors));
   CLO_CUDA_CHECK(cudaFree(sink));
@@ -283,16 +302,20 @@ void encode(int64_t N) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const bool goals = argc > 1 && std::string(argv[1]) == "goals";
+  bool goals = false;
+  for (int i = 1; i < argc; ++i) {
+    goals = goals || std::string(argv[i]) == "goals";
+    table = table || std::string(argv[i]) == "table";
+  }
   lookup(1);
   lookup(64);
   selection("8 x 131072, k 13107, G 4", 1, 4, 131072, 13107, 18, 24);
-  selection("8 x 1048576, k 13107, G 4", 1, 4, 1048576, 13107, 80, 100);
+  selection("8 x 1048576, k 104857, G 4", 1, 4, 1048576, 104857, 80, 100);
   selection("64 x 32768, k 3276, G 4", 8, 4, 32768, 3276, 28, 36);
   if (goals) return 0;
   selection("8 x 131072, k 13107, G 5", 1, 5, 131072, 13107, 0, 0);
   selection("8 x 131072, k 2621, G 4", 1, 4, 131072, 2621, 0, 0);
-  selection("8 x 1048576, k 104857, G 4", 1, 4, 1048576, 104857, 0, 0);
+  selection("8 x 1048576, k 13107, G 4", 1, 4, 1048576, 13107, 0, 0);
   selection("8 x 32768, k 3276, G 4", 1, 4, 32768, 3276, 0, 0);
   prefetch(1, 131072, 13107);
   prefetch(8, 32768, 3276);

@@ -2,8 +2,8 @@
 #include <cstdio>
 
 #include "clo/params.h"
-#include "cuda/cache_lookup.cuh"
 #include "cuda/kernels.h"
+#include "cuda/select_topk.cuh"
 #include "device.h"
 
 namespace {
@@ -15,7 +15,9 @@ struct Case {
   DType dtype;
 };
 
-void check(std::mt19937& random, const Case& c) {
+// `projects`: the lookup that begins a prefetch, in one kernel with the projection of the queries. With it, sequences with
+// nothing to select hit and lose their label.
+void check(std::mt19937& random, const Case& c, bool projects = false) {
   const auto heads = static_cast<size_t>(c.batch * c.kv_heads), values = heads * c.group * c.dim;
   clo::test::Array<uint8_t> query(clo::test::normal(random, values, c.dtype));
   clo::test::Array<uint8_t> label(clo::test::normal(random, values, c.dtype));
@@ -40,7 +42,43 @@ void check(std::mt19937& random, const Case& c) {
   clo::cache_lookup(p);
   p = {c.batch,      c.kv_heads, c.group,           c.dim,             c.dtype,        query.device,
        label.device, age.device, importance.device, thresholds.device, max_age.device, hit.device};
-  CLO_CUDA_CHECK(clo::cuda::cache_lookup(p, nullptr));
+  clo::SelectTopkParams select{};
+  select.batch = c.batch;
+  select.kv_heads = c.kv_heads;
+  select.group = c.group;
+  select.head_dim = c.dim;
+  select.bits = 256;
+  select.max_tokens = 1000;
+  select.k_max = 10;
+  select.dtype = c.dtype;
+  select.retriever = clo::Retriever::kSign;
+  select.query = query.device;
+  select.skip = hit.device;
+  clo::test::Array<float> projection(static_cast<size_t>(projects ? c.kv_heads * c.dim * select.bits : 1), 0.5f);
+  clo::test::Array<float> mean(heads * static_cast<size_t>(c.dim), 0.1f), lse(heads * static_cast<size_t>(c.group), 0.1f);
+  clo::test::Array<int32_t> k(static_cast<size_t>(c.batch), 10);
+  clo::test::Array<uint32_t> cleared(1, 0u);
+  select.weights = projection.device;
+  select.mean = mean.device;
+  select.lse = lse.device;
+  if (projects) {
+    for (size_t b = 0; b < k.host.size(); b += 3) {
+      k.host[b] = 0;
+      for (size_t h = b * c.kv_heads; h < (b + 1) * c.kv_heads; ++h) {
+        hit.host[h] = 1;
+        age.host[h] = -1;
+      }
+    }
+    k.upload();
+    select.k = k.device;
+    clo::test::Array<uint8_t> workspace(clo::cuda::select_topk_workspace_bytes(select), uint8_t{0});
+    cleared.poison();
+    CLO_CUDA_CHECK(clo::cuda::lookup_and_encode(p, select, cleared.device, workspace.device, nullptr));
+    CLO_CUDA_CHECK(cudaDeviceSynchronize());
+    CHECK(cleared.same());
+  } else {
+    CLO_CUDA_CHECK(clo::cuda::cache_lookup(p, nullptr));
+  }
   CLO_CUDA_CHECK(cudaDeviceSynchronize());
   CHECK(hit.same());
   CHECK(age.same());
@@ -55,6 +93,9 @@ int main() {
     for (int64_t group = 1; group <= 8; ++group)
       for (int64_t dim : {64, 80, 128, 256})
         for (int64_t batch : {1, 5, 64}) check(random, {batch, 8, group, dim, dtype});
+  for (DType dtype : {DType::kF32, DType::kBF16})
+    for (int64_t group : {1, 4, 5, 8})
+      for (int64_t batch : {1, 5, 16, 40, 256}) check(random, {batch, 8, group, 128, dtype}, true);
   check(random, {3, 2, 12, 128, DType::kF32});
   std::puts("cache_lookup: ok");
   return 0;

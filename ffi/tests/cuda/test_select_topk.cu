@@ -4,9 +4,12 @@
 #include <cmath>
 #include <cstdio>
 #include <iterator>
+#include <string>
 
 #include "clo/params.h"
+#include "cuda/flags.cuh"
 #include "cuda/kernels.h"
+#include "cuda/select_topk.cuh"
 #include "device.h"
 
 namespace {
@@ -152,15 +155,22 @@ void check_head(const Case& c, const Inputs& in, Retriever retriever, int64_t bh
   CHECK(least >= most - 2);
 }
 
-void check(std::mt19937& random, const Case& c, Retriever retriever) {
-  Inputs in(random, c, retriever);
-  const float scale = 1.0f / std::sqrt(static_cast<float>(c.dim));
-  const bool exact = retriever == Retriever::kExact;
-  clo::SelectTopkParams p{c.batch, c.kv_heads, c.group, c.dim, exact ? 0 : c.bits, c.tokens, c.k_max, c.dtype, retriever,
-                          scale, in.query.host.data(), in.weights.host.data(), in.mean.host.data(), in.lse.host.data(),
-                          in.codes.host.data(), in.factors.host.data(), in.rows.host.data(), in.begin.host.data(),
-                          in.end.host.data(), in.k.host.data(), in.skip.host.data(), in.indices.host.data()};
-  clo::select_topk(p);
+// The rows of bits that the kernel has left are those of the tokens in `indices` where a head selects.
+void check_bits(const Case& c, const std::vector<int32_t>& indices, const clo::test::Array<uint32_t>& bits) {
+  const auto words = static_cast<size_t>((c.tokens + 31) / 32), k_max = static_cast<size_t>(c.k_max);
+  std::vector<uint32_t> wanted = bits.host;
+  for (size_t bh = 0; bh < static_cast<size_t>(c.batch * c.kv_heads); ++bh) {
+    if (indices[bh * k_max] < 0) continue;
+    std::fill_n(wanted.begin() + static_cast<std::ptrdiff_t>(bh * words), words, 0u);
+    for (size_t i = 0; i < k_max && indices[bh * k_max + i] >= 0; ++i) {
+      const auto t = static_cast<size_t>(indices[bh * k_max + i]);
+      wanted[bh * words + t / 32] |= 1u << (t % 32);
+    }
+  }
+  CHECK(bits.download() == wanted);
+}
+
+clo::SelectTopkParams on_device(clo::SelectTopkParams p, Inputs& in) {
   p.query = in.query.device;
   p.weights = in.weights.device;
   p.mean = in.mean.device;
@@ -173,11 +183,30 @@ void check(std::mt19937& random, const Case& c, Retriever retriever) {
   p.k = in.k.device;
   p.skip = in.skip.device;
   p.indices = in.indices.device;
+  return p;
+}
+
+void check(std::mt19937& random, const Case& c, Retriever retriever) {
+  Inputs in(random, c, retriever);
+  const float scale = 1.0f / std::sqrt(static_cast<float>(c.dim));
+  const bool exact = retriever == Retriever::kExact;
+  clo::SelectTopkParams p{c.batch, c.kv_heads, c.group, c.dim, exact ? 0 : c.bits, c.tokens, c.k_max, c.dtype, retriever,
+                          scale, in.query.host.data(), in.weights.host.data(), in.mean.host.data(), in.lse.host.data(),
+                          in.codes.host.data(), in.factors.host.data(), in.rows.host.data(), in.begin.host.data(),
+                          in.end.host.data(), in.k.host.data(), in.skip.host.data(), in.indices.host.data()};
+  clo::select_topk(p);
+  p = on_device(p, in);
   clo::test::Array<uint8_t> workspace(clo::cuda::select_topk_workspace_bytes(p), uint8_t{0});
   workspace.poison();
   CLO_CUDA_CHECK(clo::cuda::select_topk(p, workspace.device, nullptr));
   CLO_CUDA_CHECK(cudaDeviceSynchronize());
   const auto got = in.indices.download();
+  clo::test::Array<uint32_t> bits(static_cast<size_t>(c.batch * c.kv_heads * ((c.tokens + 31) / 32)), 0x5a5a5a5au);
+  p.indices = nullptr;
+  workspace.poison();
+  CLO_CUDA_CHECK(clo::cuda::select(p, {{nullptr, nullptr}, false, bits.device, nullptr, 0}, workspace.device, nullptr));
+  CLO_CUDA_CHECK(cudaDeviceSynchronize());
+  check_bits(c, got, bits);
   if (retriever == Retriever::kHata || c.codes == Codes::kEqual) {
     if (got != in.indices.host) {
       size_t i = 0;
@@ -203,9 +232,77 @@ void check(std::mt19937& random, const Case& c, Retriever retriever) {
   CHECK(static_cast<double>(same) >= 0.97 * static_cast<double>(filled) - 2);
 }
 
+// One block a multiprocessor until the host lets go.
+__global__ void __launch_bounds__(1024) hold_kernel(const volatile uint32_t* go, uint64_t limit_ns) {
+  extern __shared__ unsigned char all[];
+  all[threadIdx.x] = 0;
+  const uint64_t start = clo::cuda::global_nanoseconds();
+  while (*go == 0 && clo::cuda::global_nanoseconds() - start < limit_ns) {
+  }
+}
+
+// Where the blocks of a head cannot all run, the kernel ends in time and says so; afterwards it works as before. Operands
+// out of range are told too.
+void failures(std::mt19937& random) {
+  const Case c{1, 2, 4, 64, 256, 65536, 1000, DType::kF32, Codes::kRandom, false};
+  Inputs in(random, c, Retriever::kHata);
+  clo::SelectTopkParams host{c.batch, c.kv_heads, c.group, c.dim, c.bits, c.tokens, c.k_max, c.dtype, Retriever::kHata,
+                             0.125f, in.query.host.data(), in.weights.host.data(), in.mean.host.data(), in.lse.host.data(),
+                             in.codes.host.data(), in.factors.host.data(), in.rows.host.data(), in.begin.host.data(),
+                             in.end.host.data(), in.k.host.data(), in.skip.host.data(), in.indices.host.data()};
+  clo::select_topk(host);
+  const clo::SelectTopkParams p = on_device(host, in);
+  clo::test::Array<uint8_t> workspace(clo::cuda::select_topk_workspace_bytes(p), uint8_t{0});
+  clo::test::Array<uint32_t> error(1, 0u), bits(static_cast<size_t>(c.kv_heads * c.tokens / 32), ~0u);
+  const clo::cuda::SelectOptions options{{nullptr, nullptr}, true, bits.device, error.device, 20000000};
+  uint32_t* go = nullptr;
+  CLO_CUDA_CHECK(cudaHostAlloc(reinterpret_cast<void**>(&go), 4, cudaHostAllocMapped));
+  *go = 0;
+  cudaStream_t holding, selecting;
+  CLO_CUDA_CHECK(cudaStreamCreateWithFlags(&holding, cudaStreamNonBlocking));
+  CLO_CUDA_CHECK(cudaStreamCreateWithFlags(&selecting, cudaStreamNonBlocking));
+  constexpr int kAll = 220 * 1024;
+  CLO_CUDA_CHECK(cudaFuncSetAttribute(hold_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kAll));
+  hold_kernel<<<100, 1024, kAll, holding>>>(go, 3000000000);
+  CLO_CUDA_CHECK(clo::cuda::select(p, options, workspace.device, selecting));
+  CLO_CUDA_CHECK(cudaStreamSynchronize(selecting));
+  CHECK(*const_cast<volatile uint32_t*>(go) == 0);
+  CHECK(clo::cuda::error_failure(error.download()[0]) == clo::cuda::Failure::kSelection);
+  // What there is of it are tokens of the selection.
+  std::vector<uint32_t> wanted(bits.host.size(), 0u);
+  for (size_t i = 0; i < in.indices.host.size(); ++i)
+    wanted[i / static_cast<size_t>(c.k_max) * static_cast<size_t>(c.tokens / 32) + static_cast<size_t>(in.indices.host[i] / 32)] |=
+        1u << (in.indices.host[i] % 32);
+  const auto partial = bits.download();
+  for (size_t i = 0; i < wanted.size(); ++i) CHECK((partial[i] & ~wanted[i]) == 0);
+  *const_cast<volatile uint32_t*>(go) = 1;
+  CLO_CUDA_CHECK(cudaDeviceSynchronize());
+
+  error.upload();
+  CLO_CUDA_CHECK(clo::cuda::select(p, options, workspace.device, selecting));
+  CLO_CUDA_CHECK(cudaStreamSynchronize(selecting));
+  CHECK(in.indices.same() && error.same());
+
+  for (const bool k_too : {false, true}) {
+    in.end.host[0] = static_cast<int32_t>(c.tokens) + !k_too;
+    in.k.host[0] = static_cast<int32_t>(c.k_max) + k_too;
+    in.end.upload();
+    in.k.upload();
+    error.upload();
+    CLO_CUDA_CHECK(clo::cuda::select(p, options, workspace.device, selecting));
+    CLO_CUDA_CHECK(cudaStreamSynchronize(selecting));
+    CHECK(clo::cuda::error_failure(error.download()[0]) == clo::cuda::Failure::kBadOperand);
+    CHECK(in.indices.same());
+  }
+  CLO_CUDA_CHECK(cudaStreamDestroy(holding));
+  CLO_CUDA_CHECK(cudaStreamDestroy(selecting));
+  CLO_CUDA_CHECK(cudaFreeHost(go));
+}
+
 }  // namespace
 
-int main() {
+int main(int argc, char** argv) {
+  const bool small = argc > 1 && std::string(argv[1]) == "small";
   std::mt19937 random(2);
   for (Retriever retriever : {Retriever::kHata, Retriever::kSign, Retriever::kExact}) {
     for (DType dtype : {DType::kF32, DType::kBF16}) {
@@ -224,6 +321,8 @@ int main() {
     std::printf("retriever %d: small cases ok\n", static_cast<int>(retriever));
     std::fflush(stdout);
   }
+  if (small) return 0;
+  failures(random);
   check(random, {1, 8, 4, 128, 256, 131072, 13107, DType::kBF16, Codes::kRandom, false}, Retriever::kHata);
   check(random, {1, 8, 5, 128, 256, 131072, 13107, DType::kBF16, Codes::kClustered}, Retriever::kHata);
   check(random, {1, 2, 4, 128, 256, 131072, 13107, DType::kBF16, Codes::kRandom, false}, Retriever::kSign);
