@@ -66,51 +66,102 @@ __device__ void write_fragment(const AttendArgs& a, size_t slot, const float* ac
 }
 
 // kWarps warps attend; one more appends.
+//
+// The grid may be there before the kernels in front of it are over, and begins with what it can do by then: it makes its
+// plan, and reads selected rows if they are all there. Whoever produced the operands may still be at it, so everything
+// that the plan was made from is looked at again after the wait for the previous kernel, and the work is begun anew if
+// anything is different. That a selected row is not being written meanwhile follows from its layer's flags: transfers
+// write rows after a request is posted and before it is ready, requests are posted by kernels in front of this one, and
+// none has been when the number of the last request is the same before and after. Nothing tells as much of resident and
+// tail rows, which kernels of anybody may have written, nor of queries: those are read after the wait.
 template <class Tile>
 __global__ void __launch_bounds__((Tile::kWarps + 1) * 32, 1) read_rows(const __grid_constant__ AttendArgs a) {
   using T = typename Tile::Element;
   constexpr int W = Tile::kWarps, D = Tile::kDim;
   extern __shared__ __align__(128) unsigned char shared[];
+  __shared__ Source source;
+  __shared__ bool changed;
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
-  launch_dependents();
   if (warp == W) {
+    wait_for_previous_kernel();
     append_rows<T, D>(a, blockIdx.x, lane);
     append_codes<T, D>(a, blockIdx.x, lane);
     return;
   }
 
   const Layout<Tile> layout(a.group, a.batch * a.kv_heads());
-  const LayerView* view = a.offloaded > 0 ? a.view() : nullptr;
-  const char* selected = view == nullptr ? nullptr : static_cast<const char*>(view->selected_rows);
   auto* rows = reinterpret_cast<HeadRows*>(shared + layout.rows);
   auto* before = reinterpret_cast<int*>(shared + layout.before);
   const Plan plan = {before, before + a.heads(0) + 1, rows, rows + a.heads(0)};
-  if (warp == 0) make_plan<Tile::kUnitRows>(a, view == nullptr ? nullptr : view->slot_counts, plan, lane);
-  __shared__ bool ready;
-  if (tid == 32)
-    ready = a.engine.flags == nullptr || (view != nullptr && ready_now(a.engine.flags + a.engine.layer.index[0]));
-  barrier(1, W * 32);
   const int places[2] = {place_in_line(0, blockIdx.x, a.blocks), place_in_line(1, blockIdx.x, a.blocks)};
-  const Share first = share_of(plan.before(0), a.heads(0), places[0], a.blocks, W, lane);
-  const Share second = share_of(plan.before(1), a.heads(1), places[1], a.blocks, W, lane);
-  RowReader<Tile> reader(a, plan, view, selected, ready, first, second, warp, lane,
-                         shared_address(shared) + warp * Tile::kStages * Layout<Tile>::kStage,
-                         reinterpret_cast<int*>(shared + layout.filled) + warp * Tile::kStages);
+  const uint32_t stages = shared_address(shared) + warp * Tile::kStages * Layout<Tile>::kStage;
+  int* const filled = reinterpret_cast<int*>(shared + layout.filled) + warp * Tile::kStages;
+  Share shares[2];
+  int lead;
+  RowReader<Tile> reader(a, plan, source, warp, lane, stages, filled);
+  bool settled = false;
 #pragma unroll 1
-  for (int s = 0; s < Tile::kStages; ++s) reader.issue(s);
+  for (bool again = true; again;) {
+    // Lines are planned by a warp each, the offloaded heads' by the first.
+    if (warp == 0) {
+      const Source now = find_source(a, settled);
+      if (lane == 0) {
+        source = now;
+        if (!settled) changed = false;  // others may still be reading it the second time
+      }
+      plan_line<Tile::kUnitRows>(a, 1, now.slot_counts, plan, lane);
+    } else if (warp == 1) {
+      plan_line<Tile::kUnitRows>(a, 0, nullptr, plan, lane);
+    }
+    barrier(1, W * 32);
+#pragma unroll
+    for (int line = 0; line < 2; ++line)
+      shares[line] = share_of(plan.before(line), a.heads(line), places[line], a.blocks, W, lane);
+    const bool early = source.ready && a.engine.flags != nullptr;
+    lead = early ? 1 : 0;
+    reader.start(shares, lead);
+    again = !settled;
+#pragma unroll 1
+    for (int s = 0; s < Tile::kStages; ++s) {
+      if (!settled && !(early && reader.selected_is_next())) {
+        wait_for_previous_kernel();
+        settled = true;
+      }
+      reader.issue(s);
+    }
+    if (again) {
+      if (!settled) wait_for_previous_kernel();
+      settled = true;
+      bool different = false;
+      if (warp == 0) {
+        const Source now = find_source(a, true);
+        different = now.view != source.view || now.posted != source.posted ||
+                    line_changed(a, 1, now.slot_counts, plan, lane);
+      } else if (warp == 1) {
+        different = line_changed(a, 0, nullptr, plan, lane);
+      }
+      if (different && lane == 0) changed = true;
+      barrier(1, W * 32);
+      again = changed;
+      if (again) wait_copies<0>();
+    }
+  }
+  if (source.ready) launch_dependents();
 
   Tile tile(a.group, a.scale_log2, lane,
             reinterpret_cast<float*>(shared + layout.scratch + warp * Tile::kScratchBytes));
-  int slot = 0, next = warp, parity = 0;
+  int slot = 0, parity = 0;
 #pragma unroll 1  // of all loops that hold much code: what a block must fetch first is what it waits for
-  for (int line = 0; line < 2; ++line) {
-    const Share share = line == 0 ? first : second;
+  for (int part = 0; part < 2; ++part) {
+    const int line = part == 0 ? lead : 1 - lead;
+    const Share share = line == 0 ? shares[0] : shares[1];
     const int* const starts = plan.before(line);
-    const int end = share.begin + share.count, done = line == 0 ? 0 : first.count;
+    const int end = share.begin + share.count;
+    int next = share.begin + RowReader<Tile>::first_unit(line, warp);
 #pragma unroll 1
     for (int head = share.head; share.count > 0 && head < a.heads(line) && starts[head] < end; ++head) {
       if (starts[head] == starts[head + 1]) continue;
-      const int last = done + min(end, starts[head + 1]) - share.begin;
+      const int last = min(end, starts[head + 1]);
       tile.begin(static_cast<const T*>(a.query) + static_cast<size_t>(a.kv_head(line, head)) * a.group * D);
 #pragma unroll 1
       for (; next < last; next += W) {
@@ -135,6 +186,22 @@ __global__ void __launch_bounds__((Tile::kWarps + 1) * 32, 1) read_rows(const __
 // Fragments of both lines: a line of n blocks and h heads has at most n + h.
 size_t slots(const AttendParams& p) { return 2 * kMaxBlocks + p.batch * (p.offloaded_heads + p.resident_heads); }
 
+// Before the kernels in front of it are over; how far it may go then is the kernel's affair.
+cudaError_t launch_early(void (*kernel)(AttendArgs), int blocks, int threads, size_t shared_bytes, const AttendArgs& args,
+                         cudaStream_t stream) {
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = blocks;
+  config.blockDim = threads;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, args);
+}
+
 template <class Tile>
 cudaError_t launch(const AttendArgs& args, cudaStream_t stream) {
   const int heads = args.batch * (args.offloaded + args.resident);
@@ -145,18 +212,8 @@ cudaError_t launch(const AttendArgs& args, cudaStream_t stream) {
   for (const auto kernel : {read_rows<Tile>, merge_fragments<Tile>})
     CLO_CUDA_RETURN(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                          cudaSharedmemCarveoutMaxShared));
-  read_rows<Tile><<<args.blocks, (Tile::kWarps + 1) * 32, bytes, stream>>>(args);
-  CLO_CUDA_RETURN(cudaGetLastError());
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = heads * args.group;
-  config.blockDim = kMergeThreads;
-  config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, merge_fragments<Tile>, args);
+  CLO_CUDA_RETURN(launch_early(read_rows<Tile>, args.blocks, (Tile::kWarps + 1) * 32, bytes, args, stream));
+  return launch_early(merge_fragments<Tile>, heads * args.group, kMergeThreads, 0, args, stream);
 }
 
 template <template <int> class Tile>

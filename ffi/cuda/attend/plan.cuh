@@ -11,6 +11,7 @@
 
 #include <cstdint>
 
+#include "cuda/flags.cuh"
 #include "cuda/kernels.h"
 
 namespace clo::cuda {
@@ -42,7 +43,6 @@ struct AttendArgs {
 
   __device__ int kv_heads() const { return offloaded + resident; }
   __device__ int heads(int line) const { return batch * (line == 0 ? resident : offloaded); }
-  __device__ const LayerView* view() const { return engine.layer.views + engine.layer.index[0]; }
 
   // Head i of a line among all: b·K + KV head.
   __device__ int kv_head(int line, int i) const {
@@ -52,24 +52,62 @@ struct AttendArgs {
 
   // Positions are data that nobody has checked. Those that lead outside of the buffers make a sequence's results NaN, and
   // are told in the error word when there is one.
-  __device__ bool valid(int b) const {
-    const int p = position[b], f = flushed[b];
+  __device__ bool valid(int p, int f) const {
     if (p < 0 || p >= max_tokens) return false;
     return offloaded == 0 || (f >= 0 && f <= p + 1 && p + 1 - max(sink, f) <= tail_rows - sink);
   }
+  __device__ bool valid(int b) const { return valid(position[b], flushed[b]); }
 
   __device__ size_t first_slot(int line) const { return line == 0 ? 0 : blocks + heads(0); }
 };
 
+// Where a layer's selected rows are and whether they may be read, as the engine's memory has it at one moment.
+struct Source {
+  int layer;
+  uint32_t posted;  // the layer's last request
+  bool ready;       // its rows are all there, or nothing is ever transferred
+  const LayerView* view;  // null: there is no such layer, or not known yet
+  const int32_t* slot_counts;
+  const char* selected_rows;  // null: rows are gathered from host_rows
+};
+
+// All loads are from L2: what the L1 has may be older than the previous kernel. settled: that kernel is over. Before, the
+// layer's number may be anything, so that it must be among those that the engine has, and name one of this call's shape.
+// (`posted` first: a request that is not ready when it is posted is then not taken for the one before it.)
+__device__ inline Source find_source(const AttendArgs& a, bool settled) {
+  Source s{};
+  s.ready = true;
+  if (a.offloaded == 0) return s;
+  s.layer = __ldcg(a.engine.layer.index);
+  if (a.engine.layer.count == 0 ? !settled : static_cast<uint32_t>(s.layer) >= a.engine.layer.count) return s;
+  const LayerView* const view = a.engine.layer.views + s.layer;
+  if (a.engine.flags != nullptr) {
+    const LayerFlags* const flags = a.engine.flags + s.layer;
+    s.posted = load_relaxed(&flags->posted);
+    s.ready = static_cast<int32_t>(load_acquire(&flags->ready) - s.posted) >= 0;
+  }
+  if (!settled && view->kv_heads != a.offloaded) return s;
+  s.view = view;
+  s.slot_counts = view->slot_counts;
+  s.selected_rows = static_cast<const char*>(view->selected_rows);
+  return s;
+}
+
 // Rows of one head of a line: of its resident or tail segment, and of its selected one.
 struct HeadRows {
   int dense, selected;
+
+  __device__ bool operator!=(const HeadRows& other) const {
+    return dense != other.dense || selected != other.selected;
+  }
 };
 
 __device__ inline HeadRows rows_of(const AttendArgs& a, int line, int i, const int32_t* slot_counts) {
-  const int b = i / (line == 0 ? a.resident : a.offloaded), end = a.position[b] + 1;
-  const int flushed = a.flushed[b], selected = line == 0 ? 0 : slot_counts[i];
-  if (!a.valid(b)) return {0, 0};
+  if (line == 1 && slot_counts == nullptr) return {0, 0};
+  const int b = i / (line == 0 ? a.resident : a.offloaded);
+  const int position = __ldcg(a.position + b), flushed = __ldcg(a.flushed + b);
+  const int selected = line == 0 ? 0 : __ldcg(slot_counts + i), end = position + 1;
+  if (!a.valid(position, flushed)) return {0, 0};
   if (line == 0) return {end, 0};
   return {min(a.sink, end) + max(0, end - max(a.sink, flushed)), min(max(selected, 0), a.num_slots)};
 }
@@ -111,32 +149,37 @@ struct Share {
   int begin, count, head;
 };
 
-// By one warp.
+// A line's part of the plan, by one warp.
 template <int UnitRows>
-__device__ void make_plan(const AttendArgs& a, const int32_t* slot_counts, const Plan& plan, int lane) {
+__device__ void plan_line(const AttendArgs& a, int line, const int32_t* slot_counts, const Plan& plan, int lane) {
+  const int heads = a.heads(line);
+  int total = 0;
 #pragma unroll 1
-  for (int line = 0; line < 2; ++line) {
-    const int heads = a.heads(line);
-    int total = 0;
-#pragma unroll 1
-    for (int first = 0; first < heads; first += 32) {
-      const int i = first + lane;
-      const HeadRows rows = i < heads ? rows_of(a, line, i, slot_counts) : HeadRows{0, 0};
-      const int units = units_of<UnitRows>(rows);
-      int sum = units;
+  for (int first = 0; first < heads; first += 32) {
+    const int i = first + lane;
+    const HeadRows rows = i < heads ? rows_of(a, line, i, slot_counts) : HeadRows{0, 0};
+    const int units = units_of<UnitRows>(rows);
+    int sum = units;
 #pragma unroll
-      for (int offset = 1; offset < 32; offset <<= 1) {
-        const int other = __shfl_up_sync(~0u, sum, offset);
-        if (lane >= offset) sum += other;
-      }
-      if (i < heads) {
-        plan.before(line)[i] = total + sum - units;
-        plan.rows(line)[i] = rows;
-      }
-      total += __shfl_sync(~0u, sum, 31);
+    for (int offset = 1; offset < 32; offset <<= 1) {
+      const int other = __shfl_up_sync(~0u, sum, offset);
+      if (lane >= offset) sum += other;
     }
-    if (lane == 0) plan.before(line)[heads] = total;
+    if (i < heads) {
+      plan.before(line)[i] = total + sum - units;
+      plan.rows(line)[i] = rows;
+    }
+    total += __shfl_sync(~0u, sum, 31);
   }
+  if (lane == 0) plan.before(line)[heads] = total;
+}
+
+// Whether that line would be planned otherwise by now, by one warp.
+__device__ inline bool line_changed(const AttendArgs& a, int line, const int32_t* slot_counts, const Plan& plan, int lane) {
+  bool changed = false;
+#pragma unroll 1
+  for (int i = lane; i < a.heads(line); i += 32) changed |= rows_of(a, line, i, slot_counts) != plan.rows(line)[i];
+  return __any_sync(~0u, changed);
 }
 
 // The share of the block at that place in the line, by one warp.
