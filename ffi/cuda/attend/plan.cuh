@@ -61,36 +61,44 @@ struct AttendArgs {
   __device__ size_t first_slot(int line) const { return line == 0 ? 0 : blocks + heads(0); }
 };
 
-// Where a layer's selected rows are and whether they may be read, as the engine's memory has it at one moment.
+// Where the engine has the layer's rows. Fixed for the engine's life, but for which layer it is.
 struct Source {
   int layer;
-  uint32_t posted;  // the layer's last request
-  bool ready;       // its rows are all there, or nothing is ever transferred
-  const LayerView* view;  // null: there is no such layer, or not known yet
+  const LayerView* view;  // null: there is no such layer, or it cannot be known yet
   const int32_t* slot_counts;
   const char* selected_rows;  // null: rows are gathered from host_rows
 };
 
-// All loads are from L2: what the L1 has may be older than the previous kernel. settled: that kernel is over. Before, the
-// layer's number may be anything, so that it must be among those that the engine has, and name one of this call's shape.
-// (`posted` first: a request that is not ready when it is posted is then not taken for the one before it.)
+// All loads here are from L2, because what the L1 has may be older than the previous kernel's work. settled: that kernel
+// is over. Before, the layer's number may be anything, so that it must be among those that the engine has, and name one
+// of this call's shape.
 __device__ inline Source find_source(const AttendArgs& a, bool settled) {
   Source s{};
-  s.ready = true;
   if (a.offloaded == 0) return s;
   s.layer = __ldcg(a.engine.layer.index);
   if (a.engine.layer.count == 0 ? !settled : static_cast<uint32_t>(s.layer) >= a.engine.layer.count) return s;
   const LayerView* const view = a.engine.layer.views + s.layer;
-  if (a.engine.flags != nullptr) {
-    const LayerFlags* const flags = a.engine.flags + s.layer;
-    s.posted = load_relaxed(&flags->posted);
-    s.ready = static_cast<int32_t>(load_acquire(&flags->ready) - s.posted) >= 0;
-  }
   if (!settled && view->kv_heads != a.offloaded) return s;
   s.view = view;
   s.slot_counts = view->slot_counts;
   s.selected_rows = static_cast<const char*>(view->selected_rows);
   return s;
+}
+
+// How far the layer's transfers are.
+struct Progress {
+  uint32_t posted;  // the last request
+  bool known;
+  bool ready;       // all its rows are there, or nothing is ever transferred
+};
+
+__device__ inline Progress find_progress(const AttendArgs& a, bool settled) {
+  if (a.offloaded == 0 || a.engine.flags == nullptr) return {0, true, true};
+  const int layer = __ldcg(a.engine.layer.index);
+  if (a.engine.layer.count == 0 ? !settled : static_cast<uint32_t>(layer) >= a.engine.layer.count) return {0, false, false};
+  const LayerFlags* const flags = a.engine.flags + layer;
+  const uint32_t posted = load_relaxed(&flags->posted);
+  return {posted, true, static_cast<int32_t>(load_acquire(&flags->ready) - posted) >= 0};
 }
 
 // Rows of one head of a line: of its resident or tail segment, and of its selected one.
@@ -117,7 +125,8 @@ __device__ inline int units_of(HeadRows rows) {
   return (rows.dense + UnitRows - 1) / UnitRows + (rows.selected + UnitRows - 1) / UnitRows;
 }
 
-// `units` cut into contiguous ranges that differ by at most one; no range is empty.
+// `units` cut into contiguous ranges that differ by at most one; no range is empty. Where heads are equally long and as
+// many as divide the blocks, no range has units of two.
 struct Split {
   int units, blocks, each, extra;
 
@@ -125,10 +134,16 @@ struct Split {
     each = blocks > 0 ? units / blocks : 0;
     extra = units - each * blocks;
   }
-  __device__ int begin(int block) const { return block < blocks ? block * each + min(block, extra) : units; }
+  __device__ int begin(int block) const { return block < blocks ? block * each + block * extra / blocks : units; }
+  __device__ int count(int block) const {
+    return block < blocks ? each + (block * extra % blocks + extra >= blocks ? 1 : 0) : 0;
+  }
   __device__ int owner(int unit) const {
-    const int large = extra * (each + 1);
-    return unit < large ? unit / (each + 1) : extra + (unit - large) / each;
+    int block = min(blocks - 1, static_cast<int>(static_cast<float>(unit) / static_cast<float>(units) *
+                                                 static_cast<float>(blocks)));
+    while (begin(block) > unit) --block;
+    while (begin(block + 1) <= unit) ++block;
+    return block;
   }
 };
 
@@ -174,11 +189,21 @@ __device__ void plan_line(const AttendArgs& a, int line, const int32_t* slot_cou
   if (lane == 0) plan.before(line)[heads] = total;
 }
 
-// Whether that line would be planned otherwise by now, by one warp.
-__device__ inline bool line_changed(const AttendArgs& a, int line, const int32_t* slot_counts, const Plan& plan, int lane) {
+// Whether the plan would be another by now, or rows have been asked for since, by one warp.
+__device__ inline bool plan_changed(const AttendArgs& a, const Plan& plan, const Source& source, const Progress& progress,
+                                    int lane) {
   bool changed = false;
+  if (a.offloaded > 0) {
+    changed = source.view == nullptr || !progress.known || __ldcg(a.engine.layer.index) != source.layer;
+    if (!changed && a.engine.flags != nullptr)
+      changed = load_relaxed(&a.engine.flags[source.layer].posted) != progress.posted;
+  }
 #pragma unroll 1
-  for (int i = lane; i < a.heads(line); i += 32) changed |= rows_of(a, line, i, slot_counts) != plan.rows(line)[i];
+  for (int line = 0; line < 2; ++line) {
+#pragma unroll 1
+    for (int i = lane; i < a.heads(line); i += 32)
+      changed |= rows_of(a, line, i, source.slot_counts) != plan.rows(line)[i];
+  }
   return __any_sync(~0u, changed);
 }
 
@@ -186,8 +211,7 @@ __device__ inline bool line_changed(const AttendArgs& a, int line, const int32_t
 __device__ inline Share share_of(const int* before, int heads, int place, int grid, int warps, int lane) {
   if (before[heads] == 0) return {0, 0, 0};
   const Split split(before[heads], grid, warps);
-  Share share = {split.begin(place), 0, 0};
-  share.count = split.begin(place + 1) - share.begin;
+  Share share = {split.begin(place), split.count(place), 0};
 #pragma unroll 1
   for (int first = 0; share.count > 0 && first < heads; first += 32) {
     const int i = first + lane;

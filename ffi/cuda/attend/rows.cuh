@@ -25,10 +25,10 @@ class RowReader {
       : a_(a), plan_(plan), source_(source), warp_(warp), lane_(lane), stages_(stages), filled_(filled),
         policy_(evict_first_policy()) {}
 
-  // shares: of the block in line 0 and 1; lead: the line that is read first.
-  __device__ void start(const Share (&shares)[2], int lead) {
+  // shares: of the block in line 0 and 1; lead: the line that is read first; ready: no transfer need be waited for.
+  __device__ void start(const Share (&shares)[2], int lead, bool ready) {
     other_ = lead == 0 ? shares[1] : shares[0];
-    ready_ = source_.ready;
+    ready_ = ready;
     leading_ = true;
     begin_line(lead, lead == 0 ? shares[0] : shares[1]);
   }
