@@ -66,74 +66,146 @@ __device__ void write_fragment(const AttendArgs& a, size_t slot, const float* ac
 }
 
 // kWarps warps attend; one more appends.
+//
+// The grid may be there before the kernels in front of it are over, and does what it can do by then: it makes its plan,
+// and reads selected rows if they are all there. Whoever produces the operands may still be at it, so the last warp looks
+// at everything that the plan was made from again after the wait for the previous kernel, and the others ask it before
+// they write anything: if something is different they begin anew. That a selected row was not being written meanwhile
+// follows from its layer's flags: transfers write rows after a request is posted and before it is ready, requests are
+// posted by kernels in front of this one, and none has been when the number of the last request is the same before and
+// after. Nothing tells as much of resident and tail rows, which kernels of anybody may have written, nor of queries:
+// those are read after the wait.
 template <class Tile>
 __global__ void __launch_bounds__((Tile::kWarps + 1) * 32, 1) read_rows(const __grid_constant__ AttendArgs a) {
   using T = typename Tile::Element;
-  constexpr int W = Tile::kWarps, D = Tile::kDim;
+  constexpr int W = Tile::kWarps, D = Tile::kDim, kReaders = 1, kPlanned = 2, kChecked = 3;  // kinds of barriers
   extern __shared__ __align__(128) unsigned char shared[];
+  __shared__ Source source;
+  __shared__ Progress progress;
+  __shared__ bool changed;
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
-  launch_dependents();
+  const Layout<Tile> layout(a.group, a.batch * a.kv_heads());
+  auto* rows = reinterpret_cast<HeadRows*>(shared + layout.rows);
+  auto* before = reinterpret_cast<int*>(shared + layout.before);
+  const Plan plan = {before, before + a.heads(0) + 1, rows, rows + a.heads(0)};
   if (warp == W) {
+    barrier(kPlanned, (W + 1) * 32);
+    wait_for_previous_kernel();
+    const bool different = plan_changed(a, plan, source, progress, lane);
+    if (lane == 0) changed = different;
+    __syncwarp();
+    // Not while rows are waited for: the next kernel would take the multiprocessors that are left to the transfer kernel.
+    if (!different && progress.ready) launch_dependents();
+    arrive(kChecked, (W + 1) * 32);
     append_rows<T, D>(a, blockIdx.x, lane);
     append_codes<T, D>(a, blockIdx.x, lane);
     return;
   }
 
-  const Layout<Tile> layout(a.group, a.batch * a.kv_heads());
-  const LayerView* view = a.offloaded > 0 ? a.view() : nullptr;
-  const char* selected = view == nullptr ? nullptr : static_cast<const char*>(view->selected_rows);
-  auto* rows = reinterpret_cast<HeadRows*>(shared + layout.rows);
-  auto* before = reinterpret_cast<int*>(shared + layout.before);
-  const Plan plan = {before, before + a.heads(0) + 1, rows, rows + a.heads(0)};
-  if (warp == 0) make_plan<Tile::kUnitRows>(a, view == nullptr ? nullptr : view->slot_counts, plan, lane);
-  __shared__ bool ready;
-  if (tid == 32)
-    ready = a.engine.flags == nullptr || (view != nullptr && ready_now(a.engine.flags + a.engine.layer.index[0]));
-  barrier(1, W * 32);
   const int places[2] = {place_in_line(0, blockIdx.x, a.blocks), place_in_line(1, blockIdx.x, a.blocks)};
-  const Share first = share_of(plan.before(0), a.heads(0), places[0], a.blocks, W, lane);
-  const Share second = share_of(plan.before(1), a.heads(1), places[1], a.blocks, W, lane);
-  RowReader<Tile> reader(a, plan, view, selected, ready, first, second, warp, lane,
-                         shared_address(shared) + warp * Tile::kStages * Layout<Tile>::kStage,
-                         reinterpret_cast<int*>(shared + layout.filled) + warp * Tile::kStages);
-#pragma unroll 1
-  for (int s = 0; s < Tile::kStages; ++s) reader.issue(s);
-
+  const uint32_t stages = shared_address(shared) + warp * Tile::kStages * Layout<Tile>::kStage;
+  int* const filled = reinterpret_cast<int*>(shared + layout.filled) + warp * Tile::kStages;
+  RowReader<Tile> reader(a, plan, source, warp, lane, stages, filled);
   Tile tile(a.group, a.scale_log2, lane,
             reinterpret_cast<float*>(shared + layout.scratch + warp * Tile::kScratchBytes));
-  int slot = 0, next = warp, parity = 0;
+  bool waited = false, checked = false;
+  int parity = 0;
 #pragma unroll 1  // of all loops that hold much code: what a block must fetch first is what it waits for
-  for (int line = 0; line < 2; ++line) {
-    const Share share = line == 0 ? first : second;
-    const int* const starts = plan.before(line);
-    const int end = share.begin + share.count, done = line == 0 ? 0 : first.count;
-#pragma unroll 1
-    for (int head = share.head; share.count > 0 && head < a.heads(line) && starts[head] < end; ++head) {
-      if (starts[head] == starts[head + 1]) continue;
-      const int last = done + min(end, starts[head + 1]) - share.begin;
-      tile.begin(static_cast<const T*>(a.query) + static_cast<size_t>(a.kv_head(line, head)) * a.group * D);
-#pragma unroll 1
-      for (; next < last; next += W) {
-        wait_copies<Tile::kStages - 1>();
-        __syncwarp();
-        tile.add(reader.stage(slot), reader.rows(slot));
-        __syncwarp();
-        reader.issue(slot);
-        if (++slot == Tile::kStages) slot = 0;
-      }
-      float* acc = reinterpret_cast<float*>(shared + layout.acc) + parity * W * a.group * (D + 4);
-      float2* state = reinterpret_cast<float2*>(shared + layout.state) + parity * W * a.group;
-      tile.finish(acc + warp * a.group * (D + 4), state + warp * a.group);
-      // One barrier is enough: who comes back to this half has passed the barrier of the other one since.
-      barrier(1, W * 32);
-      write_fragment<Tile>(a, a.first_slot(line) + (line == 0 ? places[0] : places[1]) + head, acc, state, tid);
-      parity ^= 1;
+  for (bool again = true; again;) {
+    again = false;
+    if (warp == 0) {
+      const Source now = find_source(a, checked);
+      if (lane == 0) source = now;
+      plan_line<Tile::kUnitRows>(a, 1, now.slot_counts, plan, lane);
+    } else if (warp == 1) {
+      plan_line<Tile::kUnitRows>(a, 0, nullptr, plan, lane);
+    } else if (warp == 2) {
+      const Progress now = find_progress(a, checked);
+      if (lane == 0) progress = now;
     }
+    if (checked) barrier(kReaders, W * 32);
+    else barrier(kPlanned, (W + 1) * 32);
+    const Share shares[2] = {share_of(plan.before(0), a.heads(0), places[0], a.blocks, W, lane),
+                             share_of(plan.before(1), a.heads(1), places[1], a.blocks, W, lane)};
+    const bool early = progress.ready && a.engine.flags != nullptr;
+    const int lead = early ? 1 : 0;
+    reader.start(shares, lead, progress.ready);
+#pragma unroll 1
+    for (int s = 0; s < Tile::kStages; ++s) {
+      if (!waited && !(early && reader.selected_is_next())) {
+        wait_for_previous_kernel();
+        waited = true;
+      }
+      reader.issue(s);
+    }
+    if (!waited) wait_for_previous_kernel();
+    waited = true;
+
+    int slot = 0;
+#pragma unroll 1
+    for (int part = 0; part < 2 && !again; ++part) {
+      const int line = part == 0 ? lead : 1 - lead;
+      const Share share = line == 0 ? shares[0] : shares[1];
+      const int* const starts = plan.before(line);
+      const int end = share.begin + share.count;
+      int next = share.begin + RowReader<Tile>::first_unit(line, warp);
+#pragma unroll 1
+      for (int head = share.head; share.count > 0 && head < a.heads(line) && starts[head] < end; ++head) {
+        if (starts[head] == starts[head + 1]) continue;
+        const int last = min(end, starts[head + 1]);
+        tile.begin(static_cast<const T*>(a.query) + static_cast<size_t>(a.kv_head(line, head)) * a.group * D);
+#pragma unroll 1
+        for (; next < last; next += W) {
+          wait_copies<Tile::kStages - 1>();
+          __syncwarp();
+          tile.add(reader.stage(slot), reader.rows(slot));
+          __syncwarp();
+          reader.issue(slot);
+          if (++slot == Tile::kStages) slot = 0;
+        }
+        float* acc = reinterpret_cast<float*>(shared + layout.acc) + parity * W * a.group * (D + 4);
+        float2* state = reinterpret_cast<float2*>(shared + layout.state) + parity * W * a.group;
+        tile.finish(acc + warp * a.group * (D + 4), state + warp * a.group);
+        // One barrier is enough: who comes back to this half has passed the barrier of the other one since.
+        if (checked) {
+          barrier(kReaders, W * 32);
+        } else {
+          barrier(kChecked, (W + 1) * 32);
+          checked = true;
+          again = changed;
+          if (again) break;
+        }
+        write_fragment<Tile>(a, a.first_slot(line) + (line == 0 ? places[0] : places[1]) + head, acc, state, tid);
+        parity ^= 1;
+      }
+    }
+    if (!checked) {
+      barrier(kChecked, (W + 1) * 32);
+      checked = true;
+      again = changed;
+    }
+    if (again) wait_copies<0>();
   }
 }
 
 // Fragments of both lines: a line of n blocks and h heads has at most n + h.
 size_t slots(const AttendParams& p) { return 2 * kMaxBlocks + p.batch * (p.offloaded_heads + p.resident_heads); }
+
+// Before the kernels in front of it are over; how far it may go then is the kernel's affair.
+cudaError_t launch_early(void (*kernel)(AttendArgs), int blocks, int threads, size_t shared_bytes, const AttendArgs& args,
+                         cudaStream_t stream) {
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = blocks;
+  config.blockDim = threads;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, args);
+}
 
 template <class Tile>
 cudaError_t launch(const AttendArgs& args, cudaStream_t stream) {
@@ -145,18 +217,8 @@ cudaError_t launch(const AttendArgs& args, cudaStream_t stream) {
   for (const auto kernel : {read_rows<Tile>, merge_fragments<Tile>})
     CLO_CUDA_RETURN(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                          cudaSharedmemCarveoutMaxShared));
-  read_rows<Tile><<<args.blocks, (Tile::kWarps + 1) * 32, bytes, stream>>>(args);
-  CLO_CUDA_RETURN(cudaGetLastError());
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = heads * args.group;
-  config.blockDim = kMergeThreads;
-  config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, merge_fragments<Tile>, args);
+  CLO_CUDA_RETURN(launch_early(read_rows<Tile>, args.blocks, (Tile::kWarps + 1) * 32, bytes, args, stream));
+  return launch_early(merge_fragments<Tile>, heads * args.group, kMergeThreads, 0, args, stream);
 }
 
 template <template <int> class Tile>

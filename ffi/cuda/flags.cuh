@@ -46,6 +46,12 @@ __device__ inline uint32_t load_acquire(const uint32_t* word) {
   return value;
 }
 
+__device__ inline uint32_t load_relaxed(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
 __device__ inline void store_release(uint32_t* word, uint32_t value) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }

@@ -27,6 +27,7 @@ struct TransferControl;  // pull.h
 struct LayerRef {
   const LayerView* views;  // device array, one a layer
   const int32_t* index;    // [1] device
+  uint32_t count = 0;      // of views; 0: not known
 };
 
 struct DeviceCounters {

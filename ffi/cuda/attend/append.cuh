@@ -54,7 +54,7 @@ __device__ void append_codes(const AttendArgs& a, int block, int lane) {
       const float x = lane < kPart ? as_float(key[first + lane]) - mean[first + lane] : 0.0f;
       float w[kPart];
 #pragma unroll
-      for (int i = 0; i < kPart; ++i) w[i] = __ldg(weights + (first + i) * bits);
+      for (int i = 0; i < kPart; ++i) w[i] = weights[(first + i) * bits];
 #pragma unroll
       for (int i = 0; i < kPart; ++i) projection = fmaf(__shfl_sync(~0u, x, i), w[i], projection);
     }

@@ -36,14 +36,14 @@ class FmaTile {
 
   __device__ void add(uint32_t stage, int n) {
     float s[8] = {};
-#pragma unroll 4
+#pragma unroll 1
     for (int i = 0; i < D / 16; ++i) {
       const int chunk = 4 * i + part_;
       const float4 k = load(stage + row_ * kStride + ((chunk ^ swizzle(row_)) << 4));
 #pragma unroll
       for (int g = 0; g < 8; ++g) {
         if (g < group_) {
-          const float4 q = __ldg(reinterpret_cast<const float4*>(query_ + g * D) + chunk);
+          const float4 q = reinterpret_cast<const float4*>(query_ + g * D)[chunk];
           s[g] += q.x * k.x + q.y * k.y + q.z * k.z + q.w * k.w;
         }
       }
@@ -79,7 +79,7 @@ class FmaTile {
     for (int c = 0; c < kOwned; ++c) {
       const int chunk = c * 32 + lane_;
       if (chunk < D / 4) {
-#pragma unroll
+#pragma unroll 4
         for (int r = 0; r < kUnitRows; ++r) {
           const float4 v = load(stage + r * kStride + (((D / 4 + chunk) ^ swizzle(r)) << 4));
 #pragma unroll

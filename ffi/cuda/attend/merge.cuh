@@ -71,15 +71,19 @@ __global__ void __launch_bounds__(kMergeThreads) merge_fragments(const __grid_co
   using T = typename Tile::Element;
   constexpr int D = Tile::kDim, kVectors = D / 4, kGroups = kMergeThreads / kVectors, kBatch = 4;
   __shared__ int s_first, s_count;
+  __shared__ bool s_known;
   __shared__ float2 s_state[kMergeThreads];
   __shared__ float4 s_acc[kMergeThreads];
   const int tid = threadIdx.x, lane = tid & 31, g = blockIdx.x % a.group, head = blockIdx.x / a.group;
   const int b = head / a.kv_heads(), h = head % a.kv_heads(), line = h < a.offloaded ? 1 : 0;
   const int i = line == 1 ? b * a.offloaded + h : b * a.resident + h - a.offloaded;
 
-  // The fragments' slots follow from the plan, which is made again while the rows are still being read.
+  // The fragments' slots follow from the plan, which is made again while the rows are still being read: the kernel that
+  // reads them lets this one start when all kernels in front of both are over, so that the operands are settled.
+  launch_dependents();
   if (tid < 32) {
-    const int32_t* slot_counts = line == 1 ? a.view()->slot_counts : nullptr;
+    const int32_t* slot_counts = line == 1 ? find_source(a, true).slot_counts : nullptr;
+    if (lane == 0) s_known = line == 0 || slot_counts != nullptr;
     int before = 0, units = 0, own = 0;
 #pragma unroll 1
     for (int j = lane; j < a.heads(line); j += 32) {
@@ -106,6 +110,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_fragments(const __grid_co
   const bool valid = a.valid(b), factor = g == 0 && line == 1 && a.words > 0 && valid && tid >= kMergeThreads - 32;
   const float squares = factor ? squared_distance<T, D>(a, b, h, lane) : 0.0f;
   __syncthreads();
+  const bool known = valid && s_known;
   const size_t slot = a.first_slot(line) + s_first + i;
 
   const int v = tid % kVectors, part = tid / kVectors;
@@ -142,18 +147,18 @@ __global__ void __launch_bounds__(kMergeThreads) merge_fragments(const __grid_co
       for (int j = 0; j < kGroups; ++j) parts[j] = {s_state[j * kVectors + v], s_acc[j * kVectors + v]};
       total = merged(parts);
       float norm = total.state.y == 0 ? 0.0f : 1.0f / total.state.y;  // no rows: zeros
-      if (!valid) norm = NAN;
+      if (!known) norm = NAN;
       const float4 x = make_float4(total.acc.x * norm, total.acc.y * norm, total.acc.z * norm, total.acc.w * norm);
       const size_t query = static_cast<size_t>(head) * a.group + g;
       if (pass == 1) {
         store(static_cast<T*>(a.out) + query * D + v * 4, x);
-        if (v == 0) a.lse[query] = valid ? (total.state.x + log2f(total.state.y)) * kLn2 : NAN;
+        if (v == 0) a.lse[query] = known ? (total.state.x + log2f(total.state.y)) * kLn2 : NAN;
       }
     }
     if (pass == 0) __syncthreads();
   }
   if (factor) append_factor(a, b, h, squares, lane);
-  if (!valid && tid == 0 && a.engine.error != nullptr)
+  if (!known && tid == 0 && a.engine.error != nullptr)
     fail(a.engine.error, Failure::kBadOperand, a.engine.layer.index == nullptr ? 0 : *a.engine.layer.index, 0);
 }
 

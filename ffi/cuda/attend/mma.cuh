@@ -36,8 +36,8 @@ class MmaTile {
       query_[k][0] = query_[k][1] = 0;
       if (g_ < group_) {
         const uint32_t* q = reinterpret_cast<const uint32_t*>(query + g_ * D + k * 16);
-        query_[k][0] = __ldg(q + t_);
-        query_[k][1] = __ldg(q + t_ + 4);
+        query_[k][0] = q[t_];
+        query_[k][1] = q[t_ + 4];
       }
 #pragma unroll
       for (int j = 0; j < 4; ++j) acc_[k][j] = 0;

@@ -11,6 +11,7 @@
 
 #include <cstdint>
 
+#include "cuda/flags.cuh"
 #include "cuda/kernels.h"
 
 namespace clo::cuda {
@@ -42,7 +43,6 @@ struct AttendArgs {
 
   __device__ int kv_heads() const { return offloaded + resident; }
   __device__ int heads(int line) const { return batch * (line == 0 ? resident : offloaded); }
-  __device__ const LayerView* view() const { return engine.layer.views + engine.layer.index[0]; }
 
   // Head i of a line among all: b·K + KV head.
   __device__ int kv_head(int line, int i) const {
@@ -52,24 +52,70 @@ struct AttendArgs {
 
   // Positions are data that nobody has checked. Those that lead outside of the buffers make a sequence's results NaN, and
   // are told in the error word when there is one.
-  __device__ bool valid(int b) const {
-    const int p = position[b], f = flushed[b];
+  __device__ bool valid(int p, int f) const {
     if (p < 0 || p >= max_tokens) return false;
     return offloaded == 0 || (f >= 0 && f <= p + 1 && p + 1 - max(sink, f) <= tail_rows - sink);
   }
+  __device__ bool valid(int b) const { return valid(position[b], flushed[b]); }
 
   __device__ size_t first_slot(int line) const { return line == 0 ? 0 : blocks + heads(0); }
 };
 
+// Where the engine has the layer's rows. Fixed for the engine's life, but for which layer it is.
+struct Source {
+  int layer;
+  const LayerView* view;  // null: there is no such layer, or it cannot be known yet
+  const int32_t* slot_counts;
+  const char* selected_rows;  // null: rows are gathered from host_rows
+};
+
+// All loads here are from L2, because what the L1 has may be older than the previous kernel's work. settled: that kernel
+// is over. Before, the layer's number may be anything, so that it must be among those that the engine has, and name one
+// of this call's shape.
+__device__ inline Source find_source(const AttendArgs& a, bool settled) {
+  Source s{};
+  if (a.offloaded == 0) return s;
+  s.layer = __ldcg(a.engine.layer.index);
+  if (a.engine.layer.count == 0 ? !settled : static_cast<uint32_t>(s.layer) >= a.engine.layer.count) return s;
+  const LayerView* const view = a.engine.layer.views + s.layer;
+  if (!settled && view->kv_heads != a.offloaded) return s;
+  s.view = view;
+  s.slot_counts = view->slot_counts;
+  s.selected_rows = static_cast<const char*>(view->selected_rows);
+  return s;
+}
+
+// How far the layer's transfers are.
+struct Progress {
+  uint32_t posted;  // the last request
+  bool known;
+  bool ready;       // all its rows are there, or nothing is ever transferred
+};
+
+__device__ inline Progress find_progress(const AttendArgs& a, bool settled) {
+  if (a.offloaded == 0 || a.engine.flags == nullptr) return {0, true, true};
+  const int layer = __ldcg(a.engine.layer.index);
+  if (a.engine.layer.count == 0 ? !settled : static_cast<uint32_t>(layer) >= a.engine.layer.count) return {0, false, false};
+  const LayerFlags* const flags = a.engine.flags + layer;
+  const uint32_t posted = load_relaxed(&flags->posted);
+  return {posted, true, static_cast<int32_t>(load_acquire(&flags->ready) - posted) >= 0};
+}
+
 // Rows of one head of a line: of its resident or tail segment, and of its selected one.
 struct HeadRows {
   int dense, selected;
+
+  __device__ bool operator!=(const HeadRows& other) const {
+    return dense != other.dense || selected != other.selected;
+  }
 };
 
 __device__ inline HeadRows rows_of(const AttendArgs& a, int line, int i, const int32_t* slot_counts) {
-  const int b = i / (line == 0 ? a.resident : a.offloaded), end = a.position[b] + 1;
-  const int flushed = a.flushed[b], selected = line == 0 ? 0 : slot_counts[i];
-  if (!a.valid(b)) return {0, 0};
+  if (line == 1 && slot_counts == nullptr) return {0, 0};
+  const int b = i / (line == 0 ? a.resident : a.offloaded);
+  const int position = __ldcg(a.position + b), flushed = __ldcg(a.flushed + b);
+  const int selected = line == 0 ? 0 : __ldcg(slot_counts + i), end = position + 1;
+  if (!a.valid(position, flushed)) return {0, 0};
   if (line == 0) return {end, 0};
   return {min(a.sink, end) + max(0, end - max(a.sink, flushed)), min(max(selected, 0), a.num_slots)};
 }
@@ -79,7 +125,8 @@ __device__ inline int units_of(HeadRows rows) {
   return (rows.dense + UnitRows - 1) / UnitRows + (rows.selected + UnitRows - 1) / UnitRows;
 }
 
-// `units` cut into contiguous ranges that differ by at most one; no range is empty.
+// `units` cut into contiguous ranges that differ by at most one; no range is empty. Where heads are equally long and as
+// many as divide the blocks, no range has units of two.
 struct Split {
   int units, blocks, each, extra;
 
@@ -87,10 +134,16 @@ struct Split {
     each = blocks > 0 ? units / blocks : 0;
     extra = units - each * blocks;
   }
-  __device__ int begin(int block) const { return block < blocks ? block * each + min(block, extra) : units; }
+  __device__ int begin(int block) const { return block < blocks ? block * each + block * extra / blocks : units; }
+  __device__ int count(int block) const {
+    return block < blocks ? each + (block * extra % blocks + extra >= blocks ? 1 : 0) : 0;
+  }
   __device__ int owner(int unit) const {
-    const int large = extra * (each + 1);
-    return unit < large ? unit / (each + 1) : extra + (unit - large) / each;
+    int block = min(blocks - 1, static_cast<int>(static_cast<float>(unit) / static_cast<float>(units) *
+                                                 static_cast<float>(blocks)));
+    while (begin(block) > unit) --block;
+    while (begin(block + 1) <= unit) ++block;
+    return block;
   }
 };
 
@@ -111,40 +164,54 @@ struct Share {
   int begin, count, head;
 };
 
-// By one warp.
+// A line's part of the plan, by one warp.
 template <int UnitRows>
-__device__ void make_plan(const AttendArgs& a, const int32_t* slot_counts, const Plan& plan, int lane) {
+__device__ void plan_line(const AttendArgs& a, int line, const int32_t* slot_counts, const Plan& plan, int lane) {
+  const int heads = a.heads(line);
+  int total = 0;
+#pragma unroll 1
+  for (int first = 0; first < heads; first += 32) {
+    const int i = first + lane;
+    const HeadRows rows = i < heads ? rows_of(a, line, i, slot_counts) : HeadRows{0, 0};
+    const int units = units_of<UnitRows>(rows);
+    int sum = units;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset <<= 1) {
+      const int other = __shfl_up_sync(~0u, sum, offset);
+      if (lane >= offset) sum += other;
+    }
+    if (i < heads) {
+      plan.before(line)[i] = total + sum - units;
+      plan.rows(line)[i] = rows;
+    }
+    total += __shfl_sync(~0u, sum, 31);
+  }
+  if (lane == 0) plan.before(line)[heads] = total;
+}
+
+// Whether the plan would be another by now, or rows have been asked for since, by one warp.
+__device__ inline bool plan_changed(const AttendArgs& a, const Plan& plan, const Source& source, const Progress& progress,
+                                    int lane) {
+  bool changed = false;
+  if (a.offloaded > 0) {
+    changed = source.view == nullptr || !progress.known || __ldcg(a.engine.layer.index) != source.layer;
+    if (!changed && a.engine.flags != nullptr)
+      changed = load_relaxed(&a.engine.flags[source.layer].posted) != progress.posted;
+  }
 #pragma unroll 1
   for (int line = 0; line < 2; ++line) {
-    const int heads = a.heads(line);
-    int total = 0;
 #pragma unroll 1
-    for (int first = 0; first < heads; first += 32) {
-      const int i = first + lane;
-      const HeadRows rows = i < heads ? rows_of(a, line, i, slot_counts) : HeadRows{0, 0};
-      const int units = units_of<UnitRows>(rows);
-      int sum = units;
-#pragma unroll
-      for (int offset = 1; offset < 32; offset <<= 1) {
-        const int other = __shfl_up_sync(~0u, sum, offset);
-        if (lane >= offset) sum += other;
-      }
-      if (i < heads) {
-        plan.before(line)[i] = total + sum - units;
-        plan.rows(line)[i] = rows;
-      }
-      total += __shfl_sync(~0u, sum, 31);
-    }
-    if (lane == 0) plan.before(line)[heads] = total;
+    for (int i = lane; i < a.heads(line); i += 32)
+      changed |= rows_of(a, line, i, source.slot_counts) != plan.rows(line)[i];
   }
+  return __any_sync(~0u, changed);
 }
 
 // The share of the block at that place in the line, by one warp.
 __device__ inline Share share_of(const int* before, int heads, int place, int grid, int warps, int lane) {
   if (before[heads] == 0) return {0, 0, 0};
   const Split split(before[heads], grid, warps);
-  Share share = {split.begin(place), 0, 0};
-  share.count = split.begin(place + 1) - share.begin;
+  Share share = {split.begin(place), split.count(place), 0};
 #pragma unroll 1
   for (int first = 0; share.count > 0 && first < heads; first += 32) {
     const int i = first + lane;

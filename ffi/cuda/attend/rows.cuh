@@ -9,14 +9,6 @@
 
 namespace clo::cuda {
 
-// Whether the layer's rows are there already. Its last request was posted by an earlier kernel, so that the two words
-// may be read at once.
-__device__ inline bool ready_now(const LayerFlags* flags) {
-  uint32_t posted;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(posted) : "l"(&flags->posted) : "memory");
-  return static_cast<int32_t>(load_acquire(&flags->ready) - posted) >= 0;
-}
-
 // Tile: what is computed on a unit; gives kRowBytes, kUnitRows, kStages, kWarps, and how rows lie in a
 // stage: kStride bytes apart, chunks of 16 bytes moved by swizzle(row).
 template <class Tile>
@@ -28,29 +20,37 @@ class RowReader {
  public:
   static constexpr int kStageBytes = kUnitRows * Tile::kStride;
 
-  // The block's units of line 0 come first, then those of line 1. ready: nothing need be waited for.
-  __device__ RowReader(const AttendArgs& a, const Plan& plan, const LayerView* view, const char* selected, bool ready,
-                       const Share& first, const Share& second, int warp, int lane, uint32_t stages, int* filled)
-      : a_(a), plan_(plan), view_(view), selected_(selected), next_(warp), head_(first.head),
-        first_line_(first.count), second_(second), offset_(first.begin), line_(0), lane_(lane), stages_(stages),
-        filled_(filled), policy_(evict_first_policy()), ready_(ready) {}
+  __device__ RowReader(const AttendArgs& a, const Plan& plan, const Source& source, int warp, int lane, uint32_t stages,
+                       int* filled)
+      : a_(a), plan_(plan), source_(source), warp_(warp), lane_(lane), stages_(stages), filled_(filled),
+        policy_(evict_first_policy()) {}
+
+  // shares: of the block in line 0 and 1; lead: the line that is read first; ready: no transfer need be waited for.
+  __device__ void start(const Share (&shares)[2], int lead, bool ready) {
+    other_ = lead == 0 ? shares[1] : shares[0];
+    ready_ = ready;
+    leading_ = true;
+    begin_line(lead, lead == 0 ? shares[0] : shares[1]);
+  }
+
+  // Which of its block's units of a line is a warp's first. Both lines are dealt out alike whichever is read first, for
+  // results must not depend on that.
+  __device__ static int first_unit(int line, int warp) { return line == 0 ? warp : Tile::kWarps - 1 - warp; }
 
   __device__ uint32_t stage(int slot) const { return stages_ + slot * kStageBytes; }
   __device__ int rows(int slot) const { return filled_[slot]; }  // of the unit in that stage
 
+  // Whether the next unit is of selected rows.
+  __device__ bool selected_is_next() {
+    if (!find_next() || line_ == 0) return false;
+    return unit_ - plan_.before(1)[head_] >= dense_units(plan_.rows(1)[head_]);
+  }
+
   // Starts the copy of the warp's next unit, if any, into a stage.
   __device__ void issue(int slot) {
-    if (next_ < first_line_ + second_.count) {
-      if (line_ == 0 && next_ >= first_line_) {
-        line_ = 1;
-        head_ = second_.head;
-        offset_ = second_.begin - first_line_;
-      }
-      const int* before = plan_.before(line_);
-#pragma unroll 1
-      while (offset_ + next_ >= before[head_ + 1]) ++head_;
+    if (find_next()) {
       const HeadRows rows = plan_.rows(line_)[head_];
-      const int i = offset_ + next_ - before[head_], dense = (rows.dense + kUnitRows - 1) / kUnitRows;
+      const int i = unit_ - plan_.before(line_)[head_], dense = dense_units(rows);
       int n;
       Row mine;  // row `lane` of the unit
       if (line_ == 0) {
@@ -64,7 +64,7 @@ class RowReader {
       if (lane_ == 0) filled_[slot] = min(n, kUnitRows);
       if (n == kWhole) copy_block(slot, mine.address);
       else copy_rows(slot, n, mine);
-      next_ += Tile::kWarps;
+      unit_ += Tile::kWarps;
     }
     commit_copies();
   }
@@ -77,6 +77,29 @@ class RowReader {
     const char* address;
     bool is_new;
   };
+
+  __device__ static int dense_units(HeadRows rows) { return (rows.dense + kUnitRows - 1) / kUnitRows; }
+
+  __device__ void begin_line(int line, const Share& share) {
+    line_ = line;
+    head_ = share.head;
+    unit_ = share.begin + first_unit(line, warp_);
+    end_ = share.begin + share.count;
+  }
+
+  // Moves on to the line and the head of the next unit. False: there is none.
+  __device__ bool find_next() {
+    if (unit_ >= end_) {
+      if (!leading_) return false;
+      leading_ = false;
+      begin_line(1 - line_, other_);
+      if (unit_ >= end_) return false;
+    }
+    const int* const before = plan_.before(line_);
+#pragma unroll 1
+    while (unit_ >= before[head_ + 1]) ++head_;
+    return true;
+  }
 
   // Each finds this lane's row of a unit that begins at row `first` of `count`, and returns how many rows the unit has,
   // or kWhole.
@@ -105,14 +128,14 @@ class RowReader {
 
   __device__ int find_selected(int first, int count, Row* mine) const {
     const int n = min(count - first, kUnitRows), row = min(lane_, n - 1);
-    if (selected_ != nullptr) {
-      const char* base = selected_ + (static_cast<size_t>(head_) * a_.num_slots + first) * kRowBytes;
+    if (source_.selected_rows != nullptr) {
+      const char* base = source_.selected_rows + (static_cast<size_t>(head_) * a_.num_slots + first) * kRowBytes;
       if (n == kUnitRows) return whole(base, mine);
       *mine = {base + row * kRowBytes, false};
       return n;
     }
-    const int token = view_->slot_tokens[static_cast<size_t>(head_) * a_.num_slots + first + row];
-    *mine = {static_cast<const char*>(view_->host_rows) +
+    const int token = source_.view->slot_tokens[static_cast<size_t>(head_) * a_.num_slots + first + row];
+    *mine = {static_cast<const char*>(source_.view->host_rows) +
                  (static_cast<size_t>(head_) * a_.max_tokens + token) * kRowBytes,
              false};
     return n;
@@ -125,11 +148,12 @@ class RowReader {
 
   // True for one warp of the grid, which speaks for all when the wait is counted.
   __device__ bool reads_last_unit() const {
-    return second_.begin + second_.count == plan_.before(1)[a_.heads(1)] &&
-           (first_line_ + second_.count - 1) % Tile::kWarps == next_ % Tile::kWarps;
+    const int last = plan_.before(1)[a_.heads(1)] - 1;
+    return line_ == 1 && end_ == last + 1 && (last - unit_) % Tile::kWarps == 0;
   }
 
-  // After a failed wait the rows are those that were there before: the error word tells.
+  // After a failed wait the rows are those that were there before: the error word tells. The next kernel may start then,
+  // not before: it would take the multiprocessors that are left to the transfer kernel.
   __device__ void wait_once() {
     if (ready_) return;
     if (lane_ == 0) {
@@ -140,12 +164,16 @@ class RowReader {
     }
     __syncwarp();
     ready_ = true;
+    launch_dependents();
   }
 
   __device__ void copy_block(int slot, const char* from) {
+    // The place of a chunk follows from the lane alone where a number of rows is copied at a time; else all of them would
+    // be kept in registers.
+    constexpr int kUnroll = 32 % kChunks == 0 || kChunks % 32 == 0 ? kCopies : 2;
     const uint32_t to = stage(slot);
     const char* source = from + lane_ * 16;
-#pragma unroll
+#pragma unroll kUnroll
     for (int i = 0; i < kCopies; ++i) {
       const int chunk = i * 32 + lane_, row = chunk / kChunks;
       copy_async(to + row * Tile::kStride + ((chunk % kChunks ^ Tile::swizzle(row)) << 4), source + i * 512, 16,
@@ -172,17 +200,14 @@ class RowReader {
 
   const AttendArgs& a_;
   const Plan plan_;
-  const LayerView* view_;
-  const char* const selected_;  // null: rows are gathered from host_rows
-  int next_, head_;
-  const int first_line_;  // units of line 0
-  const Share second_;    // of line 1
-  int offset_, line_;     // unit `next_` of the block is unit offset_ + next_ of its line
-  const int lane_;
-  uint32_t stages_;
-  int* filled_;
-  uint64_t policy_;
-  bool ready_;
+  const Source& source_;
+  const int warp_, lane_;
+  const uint32_t stages_;
+  int* const filled_;
+  const uint64_t policy_;
+  Share other_;  // of the line that is read last
+  bool ready_, leading_;
+  int line_, head_, unit_, end_;  // the next unit of the line and the end of the block's share
 };
 
 }  // namespace clo::cuda

@@ -77,6 +77,7 @@ DeviceControl::DeviceControl(const EngineConfig& config, const std::vector<Layer
       place(flags.data(), flags.size() * sizeof(cuda::LayerFlags), flag_bytes));
   ref_.layer.views =
       reinterpret_cast<const LayerView*>(place(views.data(), views.size() * sizeof(LayerView), view_bytes));
+  ref_.layer.count = static_cast<uint32_t>(layers);
   order_ = reinterpret_cast<const int32_t*>(place(order.data(), order.size() * sizeof(int32_t), number_bytes));
   numbers_ = reinterpret_cast<const int32_t*>(place(numbers.data(), numbers.size() * sizeof(int32_t), number_bytes));
   mirrors_ = reinterpret_cast<Request*>(place(nullptr, 0, mirror_bytes));

@@ -29,6 +29,11 @@ struct Shape {
   float spread = 1;             // of the queries: large ones make peaked distributions
 };
 
+struct Memory {
+  void* data;
+  size_t bytes;
+};
+
 class Problem {
  public:
   explicit Problem(const Shape& s)
@@ -88,7 +93,7 @@ class Problem {
     p.out = out_.device();
     p.lse = lse_.device();
     clo::cuda::EngineRef engine{};
-    if (s_.Ko > 0) engine.layer = {views_.device(), index_.device()};
+    if (s_.Ko > 0) engine.layer = {views_.device(), index_.device(), static_cast<uint32_t>(views_.host.size())};
     if (waits) engine.flags = flags_.device();
     engine.error = error_.device();
     engine.counters = counters_.device();
@@ -166,6 +171,15 @@ class Problem {
     return same(resident_, s_.Kr * s_.S * row_) && same(tail_, s_.Ko * s_.T * row_);
   }
   Mirror<int32_t>& position() { return position_; }
+  // What kernels in front of the call may have written, the layer's flags and selected rows apart.
+  std::vector<Memory> operands() const {
+    return {memory(query_),    memory(key_),     memory(value_),    memory(weights_), memory(mean_),
+            memory(position_), memory(flushed_), memory(resident_), memory(tail_),    memory(counts_), memory(index_)};
+  }
+  template <typename T>
+  static Memory memory(const Mirror<T>& x) {
+    return {x.device(), x.host.size() * sizeof(T)};
+  }
 
  private:
   clo::AttendParams sizes() const {

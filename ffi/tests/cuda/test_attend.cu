@@ -183,6 +183,62 @@ void test_a_transfer_that_never_comes_ends_in_the_error_word() {
   CHECK(clo::cuda::error_failure(problem.error()) == clo::cuda::Failure::kNotDelivered);
 }
 
+struct Late {
+  uint8_t* to;
+  const uint8_t* from;
+  size_t bytes;
+};
+
+// Lets the next kernel start at once, and writes what that one is about to use some time later: at last the request that
+// brought the selected rows, served at once.
+__global__ void produce(const Late* late, int count, clo::cuda::LayerFlags* flags) {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  const uint64_t start = clo::cuda::global_nanoseconds();
+  while (clo::cuda::global_nanoseconds() - start < 100'000) {
+  }
+  for (int i = 0; i < count; ++i)
+    for (size_t j = threadIdx.x; j < late[i].bytes; j += blockDim.x) late[i].to[j] = late[i].from[j];
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x != 0 || flags == nullptr) return;
+  clo::cuda::post(flags);
+  clo::cuda::store_release(&flags->ready, flags->posted);
+}
+
+// Before the kernel in front of it is over, attend finds one of its operands, all of them, or its selected rows wrong.
+void test_starts_before_its_operands_are_there() {
+  for (const DType dtype : {DType::kF32, DType::kBF16})
+    for (const int wrong : {0xff, 0}) {
+      const size_t operands = Problem(mixed(4, 128, dtype)).operands().size();
+      for (size_t which = 0; which <= operands + 1; ++which) {
+        Problem problem(mixed(4, 128, dtype));
+        std::vector<Memory> memories = problem.operands();
+        memories.push_back(Problem::memory(problem.selected()));
+        if (which < memories.size()) memories = {memories[which]};
+        std::vector<Late> late;
+        for (const Memory& m : memories) {
+          uint8_t* right;
+          CLO_CUDA_CHECK(cudaMalloc(&right, m.bytes));
+          CLO_CUDA_CHECK(cudaMemcpy(right, m.data, m.bytes, cudaMemcpyDeviceToDevice));
+          CLO_CUDA_CHECK(cudaMemset(m.data, wrong, m.bytes));
+          late.push_back({static_cast<uint8_t*>(m.data), right, m.bytes});
+        }
+        Mirror<Late> list(late.size());
+        list.host = late;
+        list.upload();
+        CLO_CUDA_CHECK(cudaDeviceSynchronize());
+        produce<<<1, 1024, 0, problem.stream()>>>(list.device(), static_cast<int>(late.size()),
+                                                  which >= operands ? problem.flags() : nullptr);
+        problem.launch(true, 1'000'000'000);
+        problem.finish();
+        CHECK(problem.error() == 0);
+        problem.run_reference();
+        problem.compare();
+        for (const Late& l : late) cudaFree(const_cast<uint8_t*>(l.from));
+      }
+    }
+}
+
 // As XLA runs it: captured, inside of another graph, more than once.
 void test_replays_inside_of_another_graph() {
   Problem problem(mixed(4, 128, DType::kBF16));
@@ -228,6 +284,7 @@ int main(int argc, char** argv) {
   test_a_position_out_of_range_gives_nan_and_writes_nothing();
   test_waits_for_the_transfer();
   test_a_transfer_that_never_comes_ends_in_the_error_word();
+  test_starts_before_its_operands_are_there();
   test_replays_inside_of_another_graph();
   std::printf("attend: %d cases, largest head error float32 %.1e, bfloat16 %.1e\n", cases, worst[0], worst[1]);
 }
