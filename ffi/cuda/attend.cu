@@ -221,6 +221,11 @@ cudaError_t launch(const AttendArgs& args, cudaStream_t stream) {
   return launch_early(merge_fragments<Tile>, heads * args.group, kMergeThreads, 0, args, stream);
 }
 
+template <int D>
+using BFloatTile = MmaTile<D, __nv_bfloat16>;
+template <int D>
+using HalfTile = MmaTile<D, __half>;
+
 template <template <int> class Tile>
 cudaError_t launch_dim(int64_t head_dim, const AttendArgs& args, cudaStream_t stream) {
   switch (head_dim) {
@@ -276,8 +281,7 @@ cudaError_t attend(const AttendParams& p, const EngineRef& engine, void* workspa
   a.acc = static_cast<float*>(workspace);
   a.state = reinterpret_cast<float2*>(a.acc + slots(p) * p.group * p.head_dim);
   a.magnitudes = reinterpret_cast<float*>(a.state + slots(p) * p.group);
-  return p.dtype == DType::kBF16 ? launch_dim<MmaTile>(p.head_dim, a, stream)
-                                 : launch_dim<FmaTile>(p.head_dim, a, stream);
+  return choose(p.dtype, launch_dim<FmaTile>, launch_dim<BFloatTile>, launch_dim<HalfTile>)(p.head_dim, a, stream);
 }
 
 }  // namespace clo::cuda

@@ -24,8 +24,8 @@ cudaError_t cache_lookup(const CacheLookupParams& p, cudaStream_t stream) {
   const int blocks = static_cast<int>(p.batch * p.kv_heads);
   if (blocks == 0) return cudaSuccess;
   const int threads = 32 * static_cast<int>(std::min<int64_t>(p.group, kMaxLookupWarps));
-  if (p.dtype == DType::kF32) lookup_kernel<float><<<blocks, threads, 0, stream>>>(p);
-  else lookup_kernel<BFloat><<<blocks, threads, 0, stream>>>(p);
+  const auto kernel = choose(p.dtype, lookup_kernel<float>, lookup_kernel<BFloat>, lookup_kernel<Half>);
+  kernel<<<blocks, threads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 

@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kThreads) encode_kernel(const __grid_constant_
 
 cudaError_t hash_encode(const HashEncodeParams& p, cudaStream_t stream) {
   if (p.batch * p.heads * p.tokens == 0) return cudaSuccess;
-  const auto kernel = p.dtype == DType::kF32 ? encode_kernel<float> : encode_kernel<BFloat>;
+  const auto kernel = choose(p.dtype, encode_kernel<float>, encode_kernel<BFloat>, encode_kernel<Half>);
   const size_t bytes = shared_bytes(p.head_dim);
   CLO_CUDA_RETURN(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                        cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));

@@ -11,9 +11,11 @@
 namespace clo::cuda {
 
 using BFloat = __nv_bfloat16;
+using Half = __half;
 
 __device__ __forceinline__ float widen(float x) { return x; }
 __device__ __forceinline__ float widen(BFloat x) { return __bfloat162float(x); }
+__device__ __forceinline__ float widen(Half x) { return __half2float(x); }
 
 // Sum over the lanes of a warp whose numbers differ in bits below `width`; each of them gets it.
 template <int kWidth = 32>

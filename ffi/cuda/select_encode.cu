@@ -151,9 +151,9 @@ cudaError_t encode_queries(const SelectTopkParams& p, const LookupRequest& looku
   int64_t blocks = 1;  // of a head
   while (blocks < kQueries && 2 * blocks <= a.p.bits / 32 && 2 * blocks * heads <= kMaxBlocks) blocks *= 2;
   using Kernel = void (*)(Arguments);
-  const bool wide = p.dtype == DType::kF32;
-  const Kernel kernel = looks_up ? (wide ? encode_kernel<float, true> : encode_kernel<BFloat, true>)
-                                 : (wide ? encode_kernel<float, false> : encode_kernel<BFloat, false>);
+  const Kernel kernel =
+      looks_up ? choose<Kernel>(p.dtype, encode_kernel<float, true>, encode_kernel<BFloat, true>, encode_kernel<Half, true>)
+               : choose<Kernel>(p.dtype, encode_kernel<float, false>, encode_kernel<BFloat, false>, encode_kernel<Half, false>);
   const size_t bytes = static_cast<size_t>(p.head_dim * (kColumns + p.group)) * sizeof(float);
   CLO_CUDA_RETURN(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                        cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));

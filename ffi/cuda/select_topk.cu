@@ -252,7 +252,7 @@ Kernel pick(const SelectTopkParams& p, const Plan& plan) {
   const bool two = p.group > 4, fast = p.bits == kFastBits;
   if (p.retriever == Retriever::kHata) return pick_codes<Retriever::kHata>(two, fast, plan.shared_ranks);
   if (p.retriever == Retriever::kSign) return pick_codes<Retriever::kSign>(two, fast, plan.shared_ranks);
-  return p.dtype == DType::kF32 ? pick_rows<float>(two) : pick_rows<BFloat>(two);
+  return choose(p.dtype, pick_rows<float>(two), pick_rows<BFloat>(two), pick_rows<Half>(two));
 }
 
 cudaError_t grid_size(int* grid) {

@@ -9,6 +9,7 @@ namespace clo::cuda {
 
 __device__ inline float as_float(float x) { return x; }
 __device__ inline float as_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ inline float as_float(__half x) { return __half2float(x); }
 
 // Key and value to the row where attention and later steps look for them.
 template <typename T, int D>

@@ -37,7 +37,10 @@ __device__ Partial merged(const Partial (&parts)[N]) {
 
 __device__ inline void store(float* out, float4 x) { *reinterpret_cast<float4*>(out) = x; }
 __device__ inline void store(__nv_bfloat16* out, float4 x) {
-  *reinterpret_cast<uint2*>(out) = make_uint2(pack_bf16(x.x, x.y), pack_bf16(x.z, x.w));
+  *reinterpret_cast<uint2*>(out) = make_uint2(pack(out, x.x, x.y), pack(out, x.z, x.w));
+}
+__device__ inline void store(__half* out, float4 x) {
+  *reinterpret_cast<uint2*>(out) = make_uint2(pack(out, x.x, x.y), pack(out, x.z, x.w));
 }
 
 template <typename T, int D>

@@ -1,19 +1,22 @@
-// One warp's attention over units of bfloat16 rows, on tensor cores: 16 rows against up to 8 query heads.
+// One warp's attention over units of 16-bit rows, on tensor cores: 16 rows against up to 8 query heads.
 //
 // Scores are Sᵀ = K·Qᵀ and the result Oᵀ += Vᵀ·Pᵀ, so that rows lie on the long side of the instruction and the group is
 // padded to 8 only. A thread holds queries 2·(lane % 4) and the next, of rows or dimensions lane / 4 and 8 more.
 #pragma once
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <type_traits>
 
 #include "cuda/attend/ptx.cuh"
 
 namespace clo::cuda {
 
-template <int D>
+template <int D, typename T>
 class MmaTile {
  public:
-  using Element = __nv_bfloat16;
+  using Element = T;
   static constexpr int kDim = D, kUnitRows = 16, kRowBytes = 4 * D;
   static constexpr int kStride = (kRowBytes + 127) / 128 * 128;
   static constexpr int kWarps = D > 128 ? 4 : 8, kStages = D > 96 ? 2 : D > 64 ? 3 : 4;
@@ -51,7 +54,7 @@ class MmaTile {
     for (int k = 0; k < kSteps; ++k) {
       uint32_t a[4];
       load_matrix(a, column(stage + keys_, k * 32));
-      multiply(s[k & 1], a, query_[k][0], query_[k][1]);
+      multiply(kType, s[k & 1], a, query_[k][0], query_[k][1]);
     }
     float x0 = (s[0][0] + s[1][0]) * scale_, x1 = (s[0][1] + s[1][1]) * scale_;
     float x2 = (s[0][2] + s[1][2]) * scale_, x3 = (s[0][3] + s[1][3]) * scale_;
@@ -81,18 +84,18 @@ class MmaTile {
         acc_[k][3] *= w1;
       }
     }
-    x0 = power_of_two(x0 - max0_);
-    x1 = power_of_two(x1 - max1_);
-    x2 = power_of_two(x2 - max0_);
-    x3 = power_of_two(x3 - max1_);
+    x0 = power_of_two(x0 - (max0_ - kLift));
+    x1 = power_of_two(x1 - (max1_ - kLift));
+    x2 = power_of_two(x2 - (max0_ - kLift));
+    x3 = power_of_two(x3 - (max1_ - kLift));
     sum0_ += x0 + x2;
     sum1_ += x1 + x3;
-    const uint32_t b0 = transpose_matrix(pack_bf16(x0, x1)), b1 = transpose_matrix(pack_bf16(x2, x3));
+    const uint32_t b0 = transpose_matrix(pack(kType, x0, x1)), b1 = transpose_matrix(pack(kType, x2, x3));
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       uint32_t a[4];
       load_matrix_transposed(a, column(stage + values_, kRowBytes / 2 + k * 32));
-      multiply(acc_[k], a, b0, b1);
+      multiply(kType, acc_[k], a, b0, b1);
     }
   }
 
@@ -116,12 +119,15 @@ class MmaTile {
         at[D + 12] = acc_[k][3];
       }
     }
-    if (g_ == 0 && q < group_) state[q] = make_float2(max0_, sum0_);
-    if (g_ == 0 && q + 1 < group_) state[q + 1] = make_float2(max1_, sum1_);
+    if (g_ == 0 && q < group_) state[q] = make_float2(max0_ - kLift, sum0_);
+    if (g_ == 0 && q + 1 < group_) state[q + 1] = make_float2(max1_ - kLift, sum1_);
   }
 
  private:
   static constexpr int kSteps = D / 16;
+  static constexpr const T* kType = nullptr;
+  // Weights are powers of two up to 2^kLift: those of float16 would be subnormal below 2^-14.
+  static constexpr float kLift = std::is_same_v<T, __half> ? 10.0f : 0.0f;
 
   // A lane's address moved by an even number of chunks, in rows that begin at multiples of 128 bytes.
   __device__ static uint32_t column(uint32_t address, int bytes) { return (address ^ (bytes & 127)) + (bytes & ~127); }

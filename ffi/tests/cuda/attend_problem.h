@@ -11,6 +11,7 @@
 #include <cstring>
 #include <limits>
 #include <random>
+#include <type_traits>
 #include <vector>
 
 #include "clo/params.h"
@@ -215,15 +216,18 @@ class Problem {
   }
 
   float element(const std::vector<uint8_t>& x, int64_t i) const {
-    if (s_.dtype == clo::DType::kF32) return reinterpret_cast<const float*>(x.data())[i];
-    return clo::to_float(reinterpret_cast<const clo::BF16*>(x.data())[i]);
+    return clo::dispatch(s_.dtype, [&](auto* tag) {
+      return clo::to_float(reinterpret_cast<const std::remove_pointer_t<decltype(tag)>*>(x.data())[i]);
+    });
   }
 
   void randomise(std::vector<uint8_t>& x, float spread = 1) {
     std::normal_distribution<float> normal(0, spread);
     for (size_t i = 0; i < x.size() / bytes_; ++i) {
-      if (s_.dtype == clo::DType::kF32) reinterpret_cast<float*>(x.data())[i] = normal(random_);
-      else clo::from_float(normal(random_), reinterpret_cast<clo::BF16*>(x.data()) + i);
+      const float value = normal(random_);
+      clo::dispatch(s_.dtype, [&](auto* tag) {
+        clo::from_float(value, reinterpret_cast<std::remove_pointer_t<decltype(tag)>*>(x.data()) + i);
+      });
     }
   }
 

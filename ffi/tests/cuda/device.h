@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <random>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -49,13 +50,11 @@ inline std::vector<uint8_t> normal(std::mt19937& random, size_t count, DType dty
   std::vector<uint8_t> out(count * static_cast<size_t>(dtype_bytes(dtype)));
   for (size_t i = 0; i < count; ++i) {
     const float x = draw(random);
-    if (dtype == DType::kF32) {
-      std::memcpy(out.data() + i * 4, &x, 4);
-    } else {
-      BF16 y;
+    dispatch(dtype, [&](auto* tag) {
+      std::remove_pointer_t<decltype(tag)> y;
       from_float(x, &y);
-      std::memcpy(out.data() + i * 2, &y, 2);
-    }
+      std::memcpy(out.data() + i * sizeof y, &y, sizeof y);
+    });
   }
   return out;
 }
@@ -68,14 +67,11 @@ inline std::vector<float> normal_floats(std::mt19937& random, size_t count, floa
 }
 
 inline float element(const std::vector<uint8_t>& bytes, size_t i, DType dtype) {
-  if (dtype == DType::kF32) {
-    float x;
-    std::memcpy(&x, bytes.data() + i * 4, 4);
-    return x;
-  }
-  BF16 y;
-  std::memcpy(&y, bytes.data() + i * 2, 2);
-  return to_float(y);
+  return dispatch(dtype, [&](auto* tag) {
+    std::remove_pointer_t<decltype(tag)> y;
+    std::memcpy(&y, bytes.data() + i * sizeof y, sizeof y);
+    return to_float(y);
+  });
 }
 
 }  // namespace clo::test

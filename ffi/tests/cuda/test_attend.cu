@@ -21,7 +21,7 @@ namespace {
 using clo::DType;
 
 int cases = 0;
-double worst[2] = {0, 0};
+double worst[3] = {0, 0, 0};  // by dtype
 
 // The GPU twice, for the same bits, then the CPU.
 void check(const Shape& shape) {
@@ -35,8 +35,8 @@ void check(const Shape& shape) {
   problem.finish();
   CHECK(problem.output() == out && std::memcmp(problem.lse().data(), lse.data(), lse.size() * 4) == 0);
   problem.run_reference();
-  const int i = shape.dtype == DType::kF32 ? 0 : 1;
-  worst[i] = std::max(worst[i], problem.compare());
+  double& most = worst[static_cast<int>(shape.dtype)];
+  most = std::max(most, problem.compare());
   ++cases;
 }
 
@@ -47,13 +47,13 @@ Shape mixed(int64_t G, int64_t D, DType dtype) {
 }
 
 void test_every_group_head_dim_and_dtype() {
-  for (const DType dtype : {DType::kF32, DType::kBF16})
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16})
     for (const int64_t D : {64, 80, 96, 128, 256})
       for (int64_t G = 1; G <= 8; ++G) check(mixed(G, D, dtype));
 }
 
 void test_layers_of_one_kind() {
-  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
     Shape s = mixed(4, 128, dtype);
     s.Kr = 0;
     check(s);
@@ -66,7 +66,7 @@ void test_layers_of_one_kind() {
 }
 
 void test_gathered_rows() {
-  for (const DType dtype : {DType::kF32, DType::kBF16})
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16})
     for (const int64_t D : {64, 80, 128, 256}) {
       Shape s = mixed(4, D, dtype);
       s.gather = true;
@@ -90,7 +90,7 @@ void test_tails() {
 }
 
 void test_peaked_scores() {
-  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
     Shape s = mixed(4, 128, dtype);
     s.spread = 30;
     check(s);
@@ -99,7 +99,7 @@ void test_peaked_scores() {
 
 // Many heads in a block, many blocks on a head, and ranges that are cut anywhere.
 void test_balance() {
-  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
     Shape s = mixed(4, 128, dtype);
     s.B = 40;
     check(s);
@@ -207,7 +207,7 @@ __global__ void produce(const Late* late, int count, clo::cuda::LayerFlags* flag
 
 // Before the kernel in front of it is over, attend finds one of its operands, all of them, or its selected rows wrong.
 void test_starts_before_its_operands_are_there() {
-  for (const DType dtype : {DType::kF32, DType::kBF16})
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16})
     for (const int wrong : {0xff, 0}) {
       const size_t operands = Problem(mixed(4, 128, dtype)).operands().size();
       for (size_t which = 0; which <= operands + 1; ++which) {
@@ -266,7 +266,7 @@ void test_replays_inside_of_another_graph() {
 // With "small": a few small cases, for the sanitizers, which serialise kernels that wait for each other.
 int main(int argc, char** argv) {
   if (argc > 1 && std::string(argv[1]) == "small") {
-    for (const DType dtype : {DType::kF32, DType::kBF16})
+    for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16})
       for (const int64_t D : {80, 128, 256}) {
         Shape s = mixed(D == 80 ? 5 : 4, D, dtype);
         s.gather = D == 256;
@@ -286,5 +286,6 @@ int main(int argc, char** argv) {
   test_a_transfer_that_never_comes_ends_in_the_error_word();
   test_starts_before_its_operands_are_there();
   test_replays_inside_of_another_graph();
-  std::printf("attend: %d cases, largest head error float32 %.1e, bfloat16 %.1e\n", cases, worst[0], worst[1]);
+  std::printf("attend: %d cases, largest head error float32 %.1e, bfloat16 %.1e, float16 %.1e\n", cases, worst[0], worst[1],
+              worst[2]);
 }

@@ -89,11 +89,11 @@ void check(std::mt19937& random, const Case& c, bool projects = false) {
 
 int main() {
   std::mt19937 random(1);
-  for (DType dtype : {DType::kF32, DType::kBF16})
+  for (DType dtype : {DType::kF32, DType::kBF16, DType::kF16})
     for (int64_t group = 1; group <= 8; ++group)
       for (int64_t dim : {64, 80, 128, 256})
         for (int64_t batch : {1, 5, 64}) check(random, {batch, 8, group, dim, dtype});
-  for (DType dtype : {DType::kF32, DType::kBF16})
+  for (DType dtype : {DType::kF32, DType::kBF16, DType::kF16})
     for (int64_t group : {1, 4, 5, 8})
       for (int64_t batch : {1, 5, 16, 40, 256}) check(random, {batch, 8, group, 128, dtype}, true);
   check(random, {3, 2, 12, 128, DType::kF32});

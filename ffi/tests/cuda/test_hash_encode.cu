@@ -50,7 +50,7 @@ void a_key_that_is_the_mean_has_factor_zero() {
 
 int main() {
   std::mt19937 random(0);
-  for (DType dtype : {DType::kF32, DType::kBF16}) {
+  for (DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
     for (int64_t D : {64, 80, 96, 128, 256}) check(random, 2, 3, 130, D, 256, dtype);
     for (int64_t R : {32, 96, 128, 160, 512}) check(random, 1, 2, 65, 128, R, dtype);
     for (int64_t N : {1, 63, 64, 4096}) check(random, 2, 2, N, 128, 256, dtype);

@@ -305,7 +305,7 @@ int main(int argc, char** argv) {
   const bool small = argc > 1 && std::string(argv[1]) == "small";
   std::mt19937 random(2);
   for (Retriever retriever : {Retriever::kHata, Retriever::kSign, Retriever::kExact}) {
-    for (DType dtype : {DType::kF32, DType::kBF16}) {
+    for (DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
       for (int64_t G = 1; G <= 8; ++G) check(random, {2, 3, G, 128, 256, 3001, 300, dtype}, retriever);
       for (int64_t D : {64, 80, 96, 256}) check(random, {1, 2, 4, D, 256, 1000, 100, dtype}, retriever);
     }
