@@ -8,12 +8,13 @@
 
 #include "cuda/cache_lookup.cuh"
 #include "cuda/check.h"
+#include "cuda/overlap.cuh"
 #include "cuda/select_encode.cuh"
 
 namespace clo::cuda {
 namespace {
 
-constexpr int kColumns = 32, kQueries = 8, kThreads = kColumns * kQueries;
+constexpr int kColumns = 32, kMaxSlices = 8;
 constexpr int kMaxBlocks = 512;      // of a grid: with more heads fewer blocks a head
 constexpr int kEagerHeads = 64;      // up to that many heads load weights before they know whether they select
 
@@ -25,6 +26,7 @@ struct Arguments {
 };
 
 // The weights of 32 columns on their way to shared memory, [D][kColumns].
+template <int kThreads>
 __device__ __forceinline__ void fetch_weights(const float* from, float* to, int D, int R) {
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
   for (int i = threadIdx.x; i < D * (kColumns / 4); i += kThreads) {
@@ -48,12 +50,14 @@ __device__ __forceinline__ void weigh_bits(int set, int G, uint32_t* planes, int
 
 // A warp projects a query head, a lane a column: one chain of multiply-adds in the order of d as in the CPU kernel, so that
 // signs agree to the bit.
-template <typename T, bool kLookup>
-__global__ void __launch_bounds__(kThreads) encode_kernel(const __grid_constant__ Arguments a) {
+template <typename T, bool kLookup, int kQueries>
+__global__ void __launch_bounds__(32 * kQueries, 32 / kQueries) encode_kernel(const __grid_constant__ Arguments a) {
+  constexpr int kThreads = 32 * kQueries;
   extern __shared__ __align__(16) float shared[];
   __shared__ LookupScratch scratch;
   __shared__ uint32_t signs[kQueries];
-  asm volatile("griddepcontrol.launch_dependents;");
+  wait_for_earlier();
+  let_next_start();
   const SelectTopkParams& p = a.p;
   const int bh = blockIdx.y, b = bh / static_cast<int>(p.kv_heads), h = bh % static_cast<int>(p.kv_heads);
   const int G = static_cast<int>(p.group), D = static_cast<int>(p.head_dim), R = static_cast<int>(p.bits), words = R / 32;
@@ -65,7 +69,7 @@ __global__ void __launch_bounds__(kThreads) encode_kernel(const __grid_constant_
 
   const bool eager = gridDim.y <= kEagerHeads;
   int word = static_cast<int>(blockIdx.x);
-  if (eager && word < words) fetch_weights(from + word * 32, weights, D, R);
+  if (eager && word < words) fetch_weights<kThreads>(from + word * 32, weights, D, R);
   bool runs = p.k[b] > 0;
   if (!kLookup) runs = runs && !p.skip[bh];
   const T* q = static_cast<const T*>(p.query) + static_cast<int64_t>(bh) * G * D;
@@ -93,7 +97,7 @@ __global__ void __launch_bounds__(kThreads) encode_kernel(const __grid_constant_
   if (!runs) return;
 
   for (bool fetched = eager; word < words; word += gridDim.x, fetched = false) {
-    if (!fetched) fetch_weights(from + word * 32, weights, D, R);
+    if (!fetched) fetch_weights<kThreads>(from + word * 32, weights, D, R);
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
     float sum = 0;
@@ -135,6 +139,13 @@ __global__ void __launch_bounds__(kThreads) encode_kernel(const __grid_constant_
   }
 }
 
+using Kernel = void (*)(Arguments);
+
+template <typename T, int kQueries>
+Kernel pick(bool looks_up) {
+  return looks_up ? encode_kernel<T, true, kQueries> : encode_kernel<T, false, kQueries>;
+}
+
 }  // namespace
 
 cudaError_t encode_queries(const SelectTopkParams& p, const LookupRequest& lookup, const EncodedQueries& out,
@@ -149,24 +160,24 @@ cudaError_t encode_queries(const SelectTopkParams& p, const LookupRequest& looku
   a.out = out;
   const int64_t heads = p.batch * p.kv_heads;
   int64_t blocks = 1;  // of a head
-  while (blocks < kQueries && 2 * blocks <= a.p.bits / 32 && 2 * blocks * heads <= kMaxBlocks) blocks *= 2;
-  using Kernel = void (*)(Arguments);
+  while (blocks < kMaxSlices && 2 * blocks <= a.p.bits / 32 && 2 * blocks * heads <= kMaxBlocks) blocks *= 2;
   const bool wide = p.dtype == DType::kF32;
-  const Kernel kernel = looks_up ? (wide ? encode_kernel<float, true> : encode_kernel<BFloat, true>)
-                                 : (wide ? encode_kernel<float, false> : encode_kernel<BFloat, false>);
+  const int queries = p.group <= 4 ? 4 : 8;
+  const Kernel kernel = queries == 4 ? (wide ? pick<float, 4>(looks_up) : pick<BFloat, 4>(looks_up))
+                                     : (wide ? pick<float, 8>(looks_up) : pick<BFloat, 8>(looks_up));
   const size_t bytes = static_cast<size_t>(p.head_dim * (kColumns + p.group)) * sizeof(float);
   CLO_CUDA_RETURN(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                        cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
+  cudaLaunchAttribute attributes[2] = {overlaps_earlier(), {}};
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(heads));
-  config.blockDim = dim3(kThreads);
+  config.blockDim = dim3(static_cast<unsigned>(32 * queries));
   config.dynamicSmemBytes = bytes;
   config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = looks_up ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = looks_up ? 2 : 1;
   return cudaLaunchKernelEx(&config, kernel, a);
 }
 

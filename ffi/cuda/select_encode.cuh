@@ -22,7 +22,7 @@ struct LookupRequest {
   uint32_t* clear;                  // a word that becomes 0, or null
 };
 
-// Lets the next kernel of the stream begin at once. `exact` has no projections: only the lookup and the clearing are done.
+// Lets the next kernel of the stream begin as soon as all before this one have ended. `exact` has no projections: only the lookup and the clearing are done.
 cudaError_t encode_queries(const SelectTopkParams& p, const LookupRequest& lookup, const EncodedQueries& out,
                            cudaStream_t stream);
 

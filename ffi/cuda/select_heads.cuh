@@ -59,12 +59,12 @@ class Heads {
   static constexpr int kHeld = 4;
 
   __device__ __forceinline__ uint32_t mask(int first) const {
-    const int head = first + static_cast<int>(threadIdx.x % 32);
+    const int head = first + thread_index() % 32;
     return __ballot_sync(~0u, head < all_ && takes_part(p_, kv_heads_, head));
   }
 
   __device__ __forceinline__ static int find(uint32_t heads, int first, int n) {
-    const int lane = threadIdx.x % 32;
+    const int lane = thread_index() % 32;
     const bool mine = (heads >> lane & 1) && __popc(heads & ((1u << lane) - 1)) == n;
     const uint32_t found = __ballot_sync(~0u, mine);
     return found != 0 ? first + __ffs(found) - 1 : -1;

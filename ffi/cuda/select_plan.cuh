@@ -14,6 +14,7 @@ constexpr int kBins = kGroups * kMaxFine;
 constexpr int kLowBits = 5;         // 65536 ranks are kBins times 2^5
 constexpr int kFastBits = 256;      // the usual number of hash bits
 constexpr size_t kMaxShared = 222 * 1024;
+constexpr size_t kGoodShared = 196 * 1024;  // leaves room for a small block of the kernel ahead or of the next one
 
 struct Plan {
   int ranks;          // number of different ranks
@@ -49,7 +50,9 @@ inline Plan make_plan(const SelectTopkParams& p, int grid) {
   plan.shared_ranks = align(fixed, 128) + plan.rank_bytes + slot <= kMaxShared;
   plan.ring_offset = static_cast<int>(align(fixed, 128) + (plan.shared_ranks ? plan.rank_bytes : 0));
   if (slot > 0)
-    plan.ring_slots = std::min(CodeRing<true>::kMaxSlots, static_cast<int>((kMaxShared - plan.ring_offset) / slot));
+    plan.ring_slots =
+        std::clamp(static_cast<int>((static_cast<int64_t>(kGoodShared) - plan.ring_offset) / static_cast<int64_t>(slot)), 1,
+                   CodeRing<true>::kMaxSlots);
   plan.shared_bytes = plan.ring_offset + plan.ring_slots * static_cast<int>(slot);
   return plan;
 }

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "cuda/check.h"
+#include "cuda/overlap.cuh"
 #include "cuda/select_compact.cuh"
 #include "cuda/select_encode.cuh"
 #include "cuda/select_heads.cuh"
@@ -17,6 +18,9 @@
 namespace clo::cuda {
 namespace {
 
+// Of a thread: leaves room for a small block of the kernel ahead or of the next one, so that neither kernel waits for a
+// multiprocessor of its own to start.
+constexpr int kRegisters = 56;
 constexpr int kOctave = 256;        // ranks of sign and exact by which scores differ by a factor of two
 constexpr int kCounterWords = 32;   // a cache line for each barrier
 constexpr uint64_t kTimeout = 2000000000;
@@ -35,8 +39,8 @@ struct Arguments {
 };
 
 __device__ __forceinline__ void wait_for_queries() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
+  wait_for_earlier();
+  let_next_start();
 }
 
 // Of numbers below 2^16, in a few instructions.
@@ -47,7 +51,7 @@ __device__ __forceinline__ int quotient(int n, int by) {
 // The threshold among all ranks, where it lies outside of the histogram: two more of them, behind barriers, over the same
 // memory. It does not happen with usual data, so it may take its time.
 __device__ __forceinline__ bool search_all(const Exchange& e, const uint16_t* ranks, int n, uint32_t k, uint32_t* counter,
-                                        const Patience& patience) {
+                                           const Patience& patience) {
   Threshold high{};
 #pragma unroll 1
   for (int pass = 0; pass < 2; ++pass) {
@@ -55,11 +59,11 @@ __device__ __forceinline__ bool search_all(const Exchange& e, const uint16_t* ra
     const auto target = static_cast<uint32_t>(e.blocks) * static_cast<uint32_t>(2 * pass);
     if (e.blocks > 1 && !head_barrier(counter, target + e.blocks, patience)) return false;  // all have read the last
 #pragma unroll 1
-    for (int i = threadIdx.x; i < exchange_words(mine.fine); i += kThreads) e.counts[i] = 0;
-    clear_totals(e);
+    for (int i = thread_index(); i < exchange_words(mine.fine); i += kThreads) e.counts[i] = 0;
+    clear_totals(e.totals);
     __syncthreads();
 #pragma unroll 1
-    for (int i = threadIdx.x; i < n; i += kThreads) {
+    for (int i = thread_index(); i < n; i += kThreads) {
       const int rank = ranks[i];
       if (pass == 0) atomicAdd(mine.bins() + (rank >> kLowBits), 1u);
       else if (rank >> kLowBits == high.bin) atomicAdd(mine.bins() + (rank & ((1 << kLowBits) - 1)), 1u);
@@ -80,6 +84,39 @@ __device__ __forceinline__ bool search_all(const Exchange& e, const uint16_t* ra
   return true;
 }
 
+// What a block does in a round.
+struct Work {
+  int bh, begin, end, k;      // the head, its candidates, the keys that it selects
+  int blocks, rank, leader;   // of the head; this block's place among them; the first of them
+  int first, n;               // this block's keys are those of tokens [first, first + n)
+};
+
+// This block's work in the round that begins with the head number *done of those that select; moves *done on, and makes
+// *heads their number. False: there is none.
+__device__ __forceinline__ bool assign(const Arguments& a, int* done, int* heads, Work* w) {
+  const SelectTopkParams& p = a.p;
+  const Heads selecting(p, a.kv_heads);
+  *heads = selecting.count();
+  if (*heads == 0) return false;
+  w->blocks = max(1, min(kMaxHeadBlocks, quotient(gridDim.x, *heads - *done)));
+  const int index = quotient(blockIdx.x, w->blocks), round = quotient(gridDim.x, w->blocks);
+  w->rank = static_cast<int>(blockIdx.x) - index * w->blocks;
+  w->leader = static_cast<int>(blockIdx.x) - w->rank;
+  w->bh = index < min(*heads - *done, round) ? selecting.nth(*done + index) : -1;
+  *done += round;
+  if (w->bh < 0) return false;
+  const int b = a.kv_heads(w->bh);
+  w->end = candidates(p, b, &w->begin) + w->begin;
+  w->k = selected(p, b);
+  // Parts begin at multiples of 32 tokens, but for the first.
+  const int aligned = w->begin & ~31;
+  const auto keys = static_cast<uint32_t>(w->end - aligned + w->blocks - 1);
+  const int size = static_cast<int>((keys / static_cast<uint32_t>(w->blocks) + 31) / 32 * 32);
+  w->first = min(w->end, max(w->begin, aligned + w->rank * size));
+  w->n = max(0, min(w->end, aligned + (w->rank + 1) * size) - w->first);
+  return true;
+}
+
 // Values in device memory that the host cannot have checked.
 __device__ __forceinline__ void check_operands(const SelectTopkParams& p, const SelectOptions& options) {
   for (int b = threadIdx.x; b < p.batch; b += kThreads) {
@@ -91,15 +128,16 @@ __device__ __forceinline__ void check_operands(const SelectTopkParams& p, const 
 
 // kLocal: ranks are known to be in shared memory.
 template <Retriever kRetriever, int kSets, bool kFast, bool kLocal, typename T>
-__global__ void __launch_bounds__(kThreads, 1) select_kernel(const __grid_constant__ Arguments a) {
+__global__ void __maxnreg__(kRegisters) select_kernel(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ GroupFacts facts;
   __shared__ uint32_t warp_counts[2 * kWarps];
   __shared__ Totals totals;
+  __shared__ Work work;
   __shared__ Threshold found;
   const SelectTopkParams& p = a.p;
   const Plan& plan = a.plan;
-  const int tid = threadIdx.x, block = blockIdx.x, grid = gridDim.x;
+  const int block = blockIdx.x, grid = gridDim.x;
   const int Ko = static_cast<int>(p.kv_heads), G = static_cast<int>(p.group), words = static_cast<int>(p.bits / 32);
 
   uint32_t* const counts = reinterpret_cast<uint32_t*>(shared);
@@ -114,47 +152,34 @@ __global__ void __launch_bounds__(kThreads, 1) select_kernel(const __grid_consta
 
   bool waited = !a.early;
   if (waited) wait_for_queries();
-  const Heads selecting(p, a.kv_heads);
-  const int heads = selecting.count();
   // Several rounds only where there are more heads than blocks. Only in the last can several blocks share a head, so
   // nothing that they exchange is used twice.
 #pragma unroll 1
-  for (int done = 0; done < heads;) {
-    // Blocks of each head of this round.
-    const int blocks = max(1, min(kMaxHeadBlocks, quotient(grid, heads - done)));
-    const int index = quotient(block, blocks), rank = block - index * blocks, leader = block - rank, round = quotient(grid, blocks);
-    const int bh = index < min(heads - done, round) ? selecting.nth(done + index) : -1;
-    done += round;
-    if (bh < 0) break;
-
-    int begin;
-    const int b = a.kv_heads(bh), end = candidates(p, b, &begin) + begin, k = selected(p, b);
-    // Parts begin at multiples of 32 tokens, but for the first; `skew` is where in a word of bits this one begins.
-    const int aligned = begin & ~31, size = static_cast<int>(static_cast<uint32_t>(end - aligned + blocks - 1) / static_cast<uint32_t>(blocks) + 31) / 32 * 32;
-    const int first = min(end, max(begin, aligned + rank * size)), skew = first % 32;
-    const int n = max(0, min(end, aligned + (rank + 1) * size) - first);
-    uint16_t* const ranks = part_ranks + skew;
-    const int64_t token = static_cast<int64_t>(bh) * p.max_tokens + first;
+  for (int done = 0, heads = 1; done < heads;) {
+    Work w;
+    if (!assign(a, &done, &heads, &w)) break;
+    const int tid = thread_index();
+    uint16_t* const ranks = part_ranks + w.first % 32;  // as words of bits begin
+    const int64_t token = static_cast<int64_t>(w.bh) * p.max_tokens + w.first;
     CodeRing<kRetriever == Retriever::kSign> ring(shared + plan.ring_offset, plan.ring_slots, p.codes + token * words,
-                                                        p.factors + token, n);
+                                                  p.factors + token, w.n);
     if constexpr (kFast) ring.start();
 #pragma unroll 1
     for (int i = tid; i < exchange_words(plan.fine); i += kThreads) counts[i] = 0;
-    const Exchange e{blocks,  rank, plan.fine, counts, a.published + static_cast<int64_t>(leader) * exchange_words(plan.fine),
-                     &totals, &found};
-    clear_totals(e);
+    clear_totals(&totals);
+    if (tid == 0) work = w;
     if (tid < kMaxGroup) facts.sums[tid] = 0;
     if (!waited) wait_for_queries();
     waited = true;
     __syncthreads();
-    const uint32_t* const encoded = a.encoded.planes + static_cast<int64_t>(bh) * (kPlanes + 1) * words;
+    const uint32_t* const encoded = a.encoded.planes + static_cast<int64_t>(w.bh) * (kPlanes + 1) * words;
     int base = 0;
     if constexpr (kRetriever == Retriever::kExact) {
       const int D = static_cast<int>(p.head_dim);
-      load_queries<kSets>(static_cast<const T*>(p.query) + static_cast<int64_t>(bh) * G * D, p.lse + bh * G, p.scale, group,
-                          G, D);
+      load_queries<kSets>(static_cast<const T*>(p.query) + static_cast<int64_t>(w.bh) * G * D, p.lse + w.bh * G, p.scale,
+                          group, G, D);
     } else if constexpr (kRetriever == Retriever::kSign) {
-      quantise<kSets>(a.encoded, static_cast<int64_t>(bh) * G, group, G, words, p.scale);
+      quantise<kSets>(a.encoded, static_cast<int64_t>(w.bh) * G, group, G, words, p.scale);
     } else {
       base = empty_rank(encoded, G, words);
       if constexpr (!kFast) {
@@ -185,37 +210,41 @@ __global__ void __launch_bounds__(kThreads, 1) select_kernel(const __grid_consta
     if constexpr (kRetriever == Retriever::kExact) {
       const void* rows = a.options.rows.views != nullptr ? a.options.rows.views[*a.options.rows.index].host_rows : p.rows;
       const int D = static_cast<int>(p.head_dim);
-      score_rows<kSets>(static_cast<const T*>(rows) + token * 2 * D, D, n, group, put);
+      score_rows<kSets>(static_cast<const T*>(rows) + token * 2 * D, D, w.n, group, put);
     } else {
-      score_codes<kRetriever, kSets, kFast>(p.codes + token * words, p.factors + token, words, n, group, encoded, base,
+      score_codes<kRetriever, kSets, kFast>(p.codes + token * words, p.factors + token, words, w.n, group, encoded, base,
                                             ring, put);
     }
     __syncthreads();
 
+    // Not kept in registers while keys are scored.
+    w = work;
+    const Exchange e{w.blocks, w.rank, plan.fine, counts,
+                     a.published + static_cast<int64_t>(w.leader) * exchange_words(plan.fine), &totals, &found};
     publish(e);
-    if (blocks == 1) __syncthreads();
-    find_threshold(e, k, patience);
+    if (w.blocks == 1) __syncthreads();
+    find_threshold(e, w.k, patience);
     Threshold threshold = found;
     bool ended = threshold.bin >= 0;
     const bool outside = (threshold.bin == 0 && origin > 0) || (threshold.bin == bins - 1 && origin + bins < plan.ranks);
     threshold.bin += origin;
     if (ended && outside) {
-      ended = search_all(e, ranks, n, k, a.counters + leader * kCounterWords, patience);
+      ended = search_all(e, part_ranks + w.first % 32, w.n, w.k, a.counters + w.leader * kCounterWords, patience);
       threshold = found;
     }
     const int row_words = static_cast<int>((p.max_tokens + 31) / 32);
-    const Output out{p.indices == nullptr ? nullptr : p.indices + static_cast<int64_t>(bh) * p.k_max,
+    const Output out{p.indices == nullptr ? nullptr : p.indices + static_cast<int64_t>(w.bh) * p.k_max,
                      a.options.selected_bits == nullptr ? nullptr
-                                                        : a.options.selected_bits + static_cast<int64_t>(bh) * row_words};
+                                                        : a.options.selected_bits + static_cast<int64_t>(w.bh) * row_words};
     if (!ended) {
       // The error word says so. What reads the bits all the same finds a valid selection, an empty one.
-      if (out.bits != nullptr) clear_outside(out.bits, row_words, 0, 0, rank, blocks);
+      if (out.bits != nullptr) clear_outside(out.bits, row_words, 0, 0, w.rank, w.blocks);
       return;
     }
-    compact({part_ranks, skew, n, first - skew}, threshold, k, out, warp_counts);
-    if (out.bits != nullptr) clear_outside(out.bits, row_words, begin, end, rank, blocks);
+    compact({part_ranks, w.first % 32, w.n, w.first / 32 * 32}, threshold, w.k, out, warp_counts);
+    if (out.bits != nullptr) clear_outside(out.bits, row_words, w.begin, w.end, w.rank, w.blocks);
     if (out.indices != nullptr)
-      for (int i = k + rank * kThreads + tid; i < p.k_max; i += blocks * kThreads) out.indices[i] = -1;
+      for (int i = w.k + w.rank * kThreads + thread_index(); i < p.k_max; i += w.blocks * kThreads) out.indices[i] = -1;
     __syncthreads();
   }
 
@@ -226,7 +255,7 @@ __global__ void __launch_bounds__(kThreads, 1) select_kernel(const __grid_consta
   for (int bh = block; bh < Ko * static_cast<int>(p.batch); bh += grid) {
     if (takes_part(p, a.kv_heads, bh)) continue;
 #pragma unroll 1
-    for (int64_t i = tid; i < p.k_max; i += kThreads) p.indices[bh * p.k_max + i] = -1;
+    for (int64_t i = thread_index(); i < p.k_max; i += kThreads) p.indices[bh * p.k_max + i] = -1;
   }
 }
 
@@ -317,9 +346,7 @@ cudaError_t launch(const SelectTopkParams& p, const SelectOptions& options, void
   const auto bytes = static_cast<size_t>(a.plan.shared_bytes);
   CLO_CUDA_RETURN(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                        cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
-  cudaLaunchAttribute overlap;
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute overlap = overlaps_earlier();
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(a.grid));
   config.blockDim = dim3(kThreads);

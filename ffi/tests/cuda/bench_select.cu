@@ -2,8 +2,8 @@
 //
 // Every figure is the median over replays of a graph that runs the kernel over enough sets of inputs in turn that they do
 // not fit in the L2 cache, divided by their number. One line a figure, tab-separated: name, value, unit, name of the
-// control, control, goal ("-" where there is none). clo_jax/bench/native.py makes a results file of them. Arguments:
-// `goals`, only what has a goal; `table`, lines for reading instead.
+// control, control, goal ("-" where there is none). clo_jax/bench/native.py makes a results file of them; beside each
+// stands a line for people. With the argument `goals` only what has a goal.
 #include <algorithm>
 #include <cstdio>
 #include <functional>
@@ -88,18 +88,13 @@ double time(int sets, const std::function<void(int set, int call, cudaStream_t)>
   return times[times.size() / 2];
 }
 
-bool table = false;
-
-// One figure in microseconds; goal 0: none.
+// One figure in microseconds, for the results file and for people; goal 0: none.
 void row(const std::string& name, double us, double control, double goal) {
   char bound[32] = "-";
   if (goal > 0) std::snprintf(bound, sizeof bound, "<= %g us", goal);
-  if (table) {
-    std::printf("%-60s %9.2f us   control (read) %8.2f us   ratio %5.2f   %s %s\n", name.c_str(), us, control, us / control,
-                bound, goal <= 0 ? "" : us <= goal ? "met" : "MISSED");
-  } else {
-    std::printf("%s\t%.6g\tus\tplain read of the same bytes\t%.6g\t%s\n", name.c_str(), us, control, bound);
-  }
+  std::printf("%s\t%.6g\tus\tplain read of the same bytes\t%.6g\t%s\n", name.c_str(), us, control, bound);
+  std::printf("%-64s %8.2f us   read %8.2f us   ratio %5.2f   %s %s\n", name.c_str(), us, control, us / control, bound,
+              goal <= 0 ? "" : us <= goal ? "met" : "MISSED");
   std::fflush(stdout);
 }
 
@@ -302,11 +297,7 @@ void encode(int64_t N) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  bool goals = false;
-  for (int i = 1; i < argc; ++i) {
-    goals = goals || std::string(argv[i]) == "goals";
-    table = table || std::string(argv[i]) == "table";
-  }
+  const bool goals = argc > 1 && std::string(argv[1]) == "goals";
   lookup(1);
   lookup(64);
   selection("8 x 131072, k 13107, G 4", 1, 4, 131072, 13107, 18, 24);
