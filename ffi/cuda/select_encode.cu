@@ -67,36 +67,27 @@ __global__ void __launch_bounds__(32 * kQueries, 32 / kQueries) encode_kernel(co
   float* const weights = query + G * D;     // [D][kColumns]
   const float* const from = p.weights + static_cast<int64_t>(h) * D * R;
 
+  // Loads before anything that waits for one.
   const bool eager = gridDim.y <= kEagerHeads;
-  int word = static_cast<int>(blockIdx.x);
-  if (eager && word < words) fetch_weights<kThreads>(from + word * 32, weights, D, R);
-  bool runs = p.k[b] > 0;
-  if (!kLookup) runs = runs && !p.skip[bh];
-  const T* q = static_cast<const T*>(p.query) + static_cast<int64_t>(bh) * G * D;
-  for (int i = tid; i < G * D; i += kThreads) query[i] = widen(q[i]);
+  if (eager && static_cast<int>(blockIdx.x) < words) fetch_weights<kThreads>(from + blockIdx.x * 32, weights, D, R);
+  const bool wanted = p.k[b] > 0;
+  bool runs = wanted, hit = false;
+  if constexpr (!kLookup) runs = runs && !p.skip[bh];
+  const int32_t age = kLookup && first ? a.lookup.age[bh] : 0;
   const uint4 nothing = {};
   for (int i = (bh * gridDim.x + blockIdx.x) * kThreads + tid; i < a.out.clear_words; i += gridDim.x * gridDim.y * kThreads)
     a.out.clear[i] = nothing;
-
   if constexpr (kLookup) {
-    const bool hit = head_hits<T>(a.lookup, bh, &scratch);
-    const int32_t age = first ? a.lookup.age[bh] : 0;
+    hit = head_hits<T>(a.lookup, bh, &scratch);
     asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
-    if (first) {
-      asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-      if (tid == 0) {
-        // A sequence with nothing to select hits, and has no label afterwards.
-        a.lookup.hit[bh] = hit || !runs;
-        a.lookup.age[bh] = !runs ? -1 : hit ? age + 1 : 0;
-        if (a.clear != nullptr && bh == 0) *a.clear = 0;
-      }
-      if (!hit) renew_label<T>(a.lookup, bh);
-    }
     runs = runs && !hit;
   }
-  if (!runs) return;
+  const T* q = static_cast<const T*>(p.query) + static_cast<int64_t>(bh) * G * D;
+  if (runs || !kLookup)
+    for (int i = tid; i < G * D; i += kThreads) query[i] = widen(q[i]);
 
-  for (bool fetched = eager; word < words; word += gridDim.x, fetched = false) {
+  bool fetched = eager;
+  for (int word = static_cast<int>(blockIdx.x); runs && word < words; word += gridDim.x, fetched = false) {
     if (!fetched) fetch_weights<kThreads>(from + word * 32, weights, D, R);
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
@@ -137,6 +128,17 @@ __global__ void __launch_bounds__(32 * kQueries, 32 / kQueries) encode_kernel(co
     }
     __syncthreads();
   }
+
+  asm volatile("cp.async.wait_all;" ::: "memory");  // weights that nobody has wanted
+  if (!kLookup || !first) return;
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+  if (tid == 0) {
+    // A sequence with nothing to select hits, and has no label afterwards.
+    a.lookup.hit[bh] = hit || !wanted;
+    a.lookup.age[bh] = !wanted ? -1 : hit ? age + 1 : 0;
+    if (a.clear != nullptr && bh == 0) *a.clear = 0;
+  }
+  if (!hit) renew_label<T>(a.lookup, bh);
 }
 
 using Kernel = void (*)(Arguments);

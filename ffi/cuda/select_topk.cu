@@ -43,6 +43,8 @@ __device__ __forceinline__ void wait_for_queries() {
   let_next_start();
 }
 
+__device__ __forceinline__ void prefetch_line(const void* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); }
+
 // Of numbers below 2^16, in a few instructions.
 __device__ __forceinline__ int quotient(int n, int by) {
   return static_cast<int>(__fdividef(static_cast<float>(n) + 0.5f, static_cast<float>(by)));
@@ -151,7 +153,11 @@ __global__ void __maxnreg__(kRegisters) select_kernel(const __grid_constant__ Ar
                           a.options.rows.index);
 
   bool waited = !a.early;
-  if (waited) wait_for_queries();
+  if (waited) {
+    // What is small and cold comes on the way meanwhile.
+    if (threadIdx.x < 3) prefetch_line(threadIdx.x == 0 ? p.begin : threadIdx.x == 1 ? p.end : p.k);
+    wait_for_queries();
+  }
   // Several rounds only where there are more heads than blocks. Only in the last can several blocks share a head, so
   // nothing that they exchange is used twice.
 #pragma unroll 1

@@ -231,6 +231,38 @@ void lookup(int64_t B) {
   const std::string name = "lookup + label update, B " + std::to_string(B) + " H 32 K 8";
   row(name + ", all miss", run(never.device), control, 5);
   row(name + ", all hit", run(thresholds.device), control, 5);
+
+  // The same with the projection of the queries, as a prefetch begins.
+  clo::SelectTopkParams select{};
+  select.batch = B;
+  select.kv_heads = K;
+  select.group = G;
+  select.head_dim = D;
+  select.bits = 256;
+  select.max_tokens = 131072;
+  select.k_max = 13107;
+  select.dtype = DType::kBF16;
+  select.retriever = Retriever::kHata;
+  clo::test::Array<int32_t> wanted(static_cast<size_t>(B), 13107);
+  select.k = wanted.device;
+  select.skip = hit.device;
+  std::vector<std::unique_ptr<clo::test::Array<float>>> weights;
+  for (int i = 0; i < kSets; ++i)
+    weights.push_back(std::make_unique<clo::test::Array<float>>(static_cast<size_t>(K * D * select.bits), 0.1f));
+  auto* workspace = allocate<uint8_t>(clo::cuda::select_topk_workspace_bytes(select));
+  const auto both = [&](const float* threshold) {
+    return time(kSets, [&](int set, int, cudaStream_t stream) {
+      const clo::CacheLookupParams p{B, K, G, D, DType::kBF16, queries[set]->device, labels[set]->device, ages[set]->device,
+                                     importance.device, threshold, max_age.device, hit.device};
+      clo::SelectTopkParams s = select;
+      s.query = p.query;
+      s.weights = weights[set]->device;
+      CLO_CUDA_CHECK(clo::cuda::lookup_and_encode(p, s, nullptr, workspace, stream));
+    });
+  };
+  row(name + " and projection of the queries, all miss", both(never.device), control, 0);
+  row(name + " and projection of the queries, all hit", both(thresholds.device), control, 0);
+  CLO_CUDA_CHECK(cudaFree(workspace));
 }
 
 void prefetch(int64_t B, int64_t S, int64_t k) {
