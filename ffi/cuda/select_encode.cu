@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(32 * kQueries, 32 / kQueries) encode_kernel(co
   __shared__ LookupScratch scratch;
   __shared__ uint32_t signs[kQueries];
   wait_for_earlier();
-  let_next_start();
+  if (kLookup) let_next_start();
   const SelectTopkParams& p = a.p;
   const int bh = blockIdx.y, b = bh / static_cast<int>(p.kv_heads), h = bh % static_cast<int>(p.kv_heads);
   const int G = static_cast<int>(p.group), D = static_cast<int>(p.head_dim), R = static_cast<int>(p.bits), words = R / 32;
@@ -91,6 +91,8 @@ __global__ void __launch_bounds__(32 * kQueries, 32 / kQueries) encode_kernel(co
     if (!fetched) fetch_weights<kThreads>(from + word * 32, weights, D, R);
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
+    // Without a lookup the next kernel begins to load codes at once, which keeps memory busy for as long as this takes.
+    if (!kLookup) let_next_start();
     float sum = 0;
     if (g < G) {
       const float4* x = reinterpret_cast<const float4*>(query + g * D);

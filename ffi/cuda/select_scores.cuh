@@ -129,8 +129,8 @@ class CodeRing {
   __device__ __forceinline__ void fetch_factors(uint32_t to, int first, int pair) const {
     const int left = n_ + odd_ - first - 2 * pair;
     if (left > 0)
-      asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 4, %2, %3;" ::"r"(to + pair * 4),
-                   "l"(factors_ + first + 2 * pair), "r"(left > 1 ? 4 : 2), "l"(policy_)
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to + pair * 4), "l"(factors_ + first + 2 * pair),
+                   "r"(left > 1 ? 4 : 2)
                    : "memory");
   }
 
