@@ -3,18 +3,9 @@
 
 #include <cstdint>
 
+#include "cuda/block_threads.cuh"
+
 namespace clo::cuda {
-
-constexpr int kThreads = 1024;
-constexpr int kWarps = kThreads / 32;
-
-// threadIdx.x where the compiler cannot know it: what follows from it is not worth keeping in registers from one use to the
-// next, as the compiler would do.
-__device__ __forceinline__ int thread_index() {
-  int index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index;
-}
 
 // Sum of the values of the threads before this one; *total gets the sum of all. `scratch` [kWarps] must not be in use: a
 // thread may still read it when another returns. Holds one __syncthreads.

@@ -37,9 +37,11 @@ struct Output {
 //
 // A warp takes consecutive keys, a lane eight at a time. What the lane finds there replaces their ranks until it is known
 // how many there are before.
-__device__ __forceinline__ void compact(const Part& part, const Threshold& t, uint32_t k, const Output& out, uint32_t* counts) {
+__device__ __forceinline__ void compact(const Part& part, const Threshold& t, uint32_t k, const Output& out,
+                                        uint32_t* counts) {
   const int thread = thread_index(), lane = thread % 32, warp = thread / 32;
-  const int total = part.n > 0 ? (part.skew + part.n + 31) / 32 * 32 : 0, each = ((total + kWarps - 1) / kWarps + 31) / 32 * 32;
+  const int total = part.n > 0 ? (part.skew + part.n + 31) / 32 * 32 : 0;
+  const int each = ((total + kWarps - 1) / kWarps + 31) / 32 * 32;
   const int begin = min(total, warp * each), end = min(total, begin + each);
   uint32_t better = 0, equal = 0;  // of this warp, before the step
 #pragma unroll 1

@@ -6,7 +6,7 @@
 // that word. All blocks of a head run at once: see launch in select_topk.cu.
 #pragma once
 
-#include "cuda/block_scan.cuh"
+#include "cuda/block_threads.cuh"
 #include "cuda/flags.cuh"
 
 namespace clo::cuda {
@@ -133,7 +133,8 @@ __device__ __forceinline__ int find_word(const Totals& totals, int pass, uint32_
   const bool second = found->better + sum - mine + all.x < k;
   const uint32_t ahead = sum - mine + (second ? all.x : 0);
   found->better += __shfl_sync(~0u, ahead, owner);
-  found->better_before += __reduce_add_sync(~0u, lane < owner ? before.x + before.y : lane == owner && second ? before.x : 0);
+  const uint32_t share = lane < owner ? before.x + before.y : lane == owner && second ? before.x : 0;
+  found->better_before += __reduce_add_sync(~0u, share);
   found->equal_before = __shfl_sync(~0u, second ? before.y : before.x, owner);
   return __shfl_sync(~0u, 2 * lane + second, owner);
 }

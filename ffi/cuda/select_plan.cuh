@@ -11,7 +11,6 @@ namespace clo::cuda {
 constexpr int kMaxBlocks = 160;     // of a grid
 constexpr int kMaxHeadBlocks = 64;  // that share one head
 constexpr int kBins = kGroups * kMaxFine;
-constexpr int kLowBits = 5;         // 65536 ranks are kBins times 2^5
 constexpr int kFastBits = 256;      // the usual number of hash bits
 constexpr size_t kMaxShared = 222 * 1024;
 constexpr size_t kGoodShared = 196 * 1024;  // leaves room for a small block of the kernel ahead or of the next one
@@ -44,7 +43,8 @@ inline Plan make_plan(const SelectTopkParams& p, int grid) {
   plan.rank_bytes = align(static_cast<size_t>(plan.part) * 2, 256);
   plan.query_bytes = exact ? static_cast<int>(4 * sets * p.head_dim * sizeof(float)) : 0;
   plan.plane_bytes = exact ? 0 : static_cast<int>((hata ? 1 : 4 * sets) * kPlanes * (R / 32) * sizeof(uint32_t));
-  const size_t fixed = static_cast<size_t>(exchange_words(plan.fine)) * sizeof(uint32_t) + plan.query_bytes + plan.plane_bytes;
+  const size_t fixed =
+      static_cast<size_t>(exchange_words(plan.fine)) * sizeof(uint32_t) + plan.query_bytes + plan.plane_bytes;
   const size_t ring_slot = hata ? CodeRing<false>::kSlotBytes : CodeRing<true>::kSlotBytes;
   const size_t slot = !exact && R == kFastBits ? ring_slot : 0;
   plan.shared_ranks = align(fixed, 128) + plan.rank_bytes + slot <= kMaxShared;

@@ -3,7 +3,7 @@
 
 #include <math_constants.h>
 
-#include "cuda/block_scan.cuh"
+#include "cuda/block_threads.cuh"
 #include "cuda/numeric.cuh"
 #include "cuda/select_encode.cuh"
 

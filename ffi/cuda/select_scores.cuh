@@ -84,8 +84,8 @@ class CodeRing {
     for (int slot = 0; slot < slots_; ++slot) fetch(slot);
   }
 
-  // Waits for the next step's codes, gets this lane's words of keys 8·l + lane / 4, the factors of keys lane and lane + 32, and
-  // starts the copy that takes their slot.
+  // Waits for the next step's codes, gets this lane's words of keys 8·l + lane / 4 and the factors of keys lane and
+  // lane + 32, and starts the copy that takes their slot.
   __device__ __forceinline__ void take(uint2 (&words)[kStep / 8], uint16_t (&factors)[2]) {
     if (slots_ == 1) asm volatile("cp.async.wait_group 0;" ::: "memory");
     else if (slots_ == 2) asm volatile("cp.async.wait_group 1;" ::: "memory");
@@ -284,7 +284,8 @@ __device__ void score_rows(const T* rows, int D, int n, const GroupQuery& s, Put
     }
     float score = 0;
 #pragma unroll
-    for (int g = 0; g < kQueries; ++g) score += clamped_power(s.facts->slopes[g] * warp_sum<8>(dots[g]) + s.facts->offsets[g]);
+    for (int g = 0; g < kQueries; ++g)
+      score += clamped_power(s.facts->slopes[g] * warp_sum<8>(dots[g]) + s.facts->offsets[g]);
     if (part == 0 && key < n) put(key, score_rank(score));
   }
 }
