@@ -3,10 +3,9 @@
 
 #include <cstdint>
 
-namespace clo::cuda {
+#include "cuda/block_threads.cuh"
 
-constexpr int kThreads = 1024;
-constexpr int kWarps = kThreads / 32;
+namespace clo::cuda {
 
 // Sum of the values of the threads before this one; *total gets the sum of all. `scratch` [kWarps] must not be in use: a
 // thread may still read it when another returns. Holds one __syncthreads.

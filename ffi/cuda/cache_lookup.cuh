@@ -18,7 +18,8 @@ template <typename T>
 __device__ __forceinline__ bool head_hits(const CacheLookupParams& p, int bh, LookupScratch* scratch) {
   const int b = bh / static_cast<int>(p.kv_heads), h = bh % static_cast<int>(p.kv_heads);
   const int G = static_cast<int>(p.group), D = static_cast<int>(p.head_dim);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = min(kMaxLookupWarps, static_cast<int>(blockDim.x / 32));
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int warps = min(kMaxLookupWarps, static_cast<int>(blockDim.x / 32));
   const T* query = static_cast<const T*>(p.query) + static_cast<int64_t>(bh) * G * D;
   const T* label = static_cast<const T*>(p.label) + static_cast<int64_t>(bh) * G * D;
   const int32_t age = p.age[bh], max_age = p.max_age[b];

@@ -34,23 +34,40 @@ struct Output {
 
 // Compacts the part's keys straight to their final places: of k keys those better than the threshold and the first of those
 // equal to it. Overwrites ranks. Begins after a __syncthreads; `counts` [2][kWarps] is free.
-__device__ __forceinline__ void compact(const Part& part, const Threshold& t, uint32_t k, const Output& out, uint32_t* counts) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int total = part.n > 0 ? (part.skew + part.n + 31) / 32 * 32 : 0, each = ((total + kWarps - 1) / kWarps + 31) / 32 * 32;
+//
+// A warp takes consecutive keys, a lane eight at a time. What the lane finds there replaces their ranks until it is known
+// how many there are before.
+__device__ __forceinline__ void compact(const Part& part, const Threshold& t, uint32_t k, const Output& out,
+                                        uint32_t* counts) {
+  const int thread = thread_index(), lane = thread % 32, warp = thread / 32;
+  const int total = part.n > 0 ? (part.skew + part.n + 31) / 32 * 32 : 0;
+  const int each = ((total + kWarps - 1) / kWarps + 31) / 32 * 32;
   const int begin = min(total, warp * each), end = min(total, begin + each);
-  uint32_t better = 0, equal = 0;
+  uint32_t better = 0, equal = 0;  // of this warp, before the step
 #pragma unroll 1
-  for (int at = begin + lane * 8; at < end; at += 256) {
-    uint2 m = compare(*reinterpret_cast<const uint4*>(part.ranks + at), t.bin);
-    const uint32_t valid = (0xffu << max(0, min(8, part.skew - at))) & ~(~0u << max(0, min(8, part.skew + part.n - at)));
-    m.x &= valid;
-    m.y &= valid & ~m.x;
-    better += __popc(m.x);
-    equal += __popc(m.y);
-    part.ranks[at] = static_cast<uint16_t>(m.x | m.y << 8);
+  for (int first = begin; first < end; first += 256) {
+    const int at = first + lane * 8;
+    uint2 m = {};
+    if (at < end) {
+      m = compare(*reinterpret_cast<const uint4*>(part.ranks + at), t.bin);
+      const uint32_t valid = (0xffu << max(0, min(8, part.skew - at))) & ~(~0u << max(0, min(8, part.skew + part.n - at)));
+      m.x &= valid;
+      m.y &= valid & ~m.x;
+    }
+    const uint32_t mine = __popc(m.x) | __popc(m.y) << 16;
+    uint32_t sum = mine;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const uint32_t other = __shfl_up_sync(~0u, sum, offset);
+      if (lane >= offset) sum += other;
+    }
+    const uint32_t ahead = sum - mine;
+    if (at < end)
+      *reinterpret_cast<uint4*>(part.ranks + at) = {m.x, m.y, better + (ahead & 0xffff), equal + (ahead >> 16)};
+    const uint32_t step = __shfl_sync(~0u, sum, 31);
+    better += step & 0xffff;
+    equal += step >> 16;
   }
-  better = __reduce_add_sync(~0u, better);
-  equal = __reduce_add_sync(~0u, equal);
   if (lane == 0) {
     counts[warp] = better;
     counts[kWarps + warp] = equal;
@@ -58,33 +75,20 @@ __device__ __forceinline__ void compact(const Part& part, const Threshold& t, ui
   __syncthreads();
   better = t.better_before + __reduce_add_sync(~0u, lane < warp ? counts[lane] : 0);
   equal = t.equal_before + __reduce_add_sync(~0u, lane < warp ? counts[kWarps + lane] : 0);
-  const uint32_t wanted = k - t.better;
+  const int wanted = static_cast<int>(k - t.better);
 #pragma unroll 1
-  for (int first = begin; first < end; first += 256) {
-    const int at = first + lane * 8;
-    const uint32_t masks = at < end ? part.ranks[at] : 0;
-    uint32_t kept = masks & 0xff, ties = masks >> 8;
-    const uint32_t mine = __popc(kept) | __popc(ties) << 16;
-    uint32_t sum = mine;
-#pragma unroll
-    for (int offset = 1; offset < 32; offset *= 2) {
-      const uint32_t other = __shfl_up_sync(~0u, sum, offset);
-      if (lane >= offset) sum += other;
+  for (int at = begin + lane * 8; at < end; at += 256) {
+    const uint4 found = *reinterpret_cast<const uint4*>(part.ranks + at);
+    const int equal_ahead = static_cast<int>(equal + found.w);
+    uint32_t ties = found.y;
+    for (int drop = __popc(ties) - max(wanted - equal_ahead, 0); drop > 0 && ties != 0; --drop)
+      ties &= ~(0x80000000u >> __clz(ties));
+    uint32_t kept = found.x | ties;
+    if (out.bits != nullptr) reinterpret_cast<uint8_t*>(out.bits)[(part.first + at) / 8] = static_cast<uint8_t>(kept);
+    if (out.indices != nullptr) {
+      int32_t* to = out.indices + better + found.z + min(equal_ahead, wanted);
+      for (; kept != 0; kept &= kept - 1) *to++ = part.first + at + __ffs(kept) - 1;
     }
-    const uint32_t ahead = sum - mine, equal_ahead = equal + (ahead >> 16);
-    const int keep = static_cast<int>(wanted) - static_cast<int>(equal_ahead);
-    for (int drop = __popc(ties) - max(keep, 0); drop > 0 && ties != 0; --drop) ties &= ~(0x80000000u >> __clz(ties));
-    kept |= ties;
-    if (at < end) {
-      if (out.bits != nullptr) reinterpret_cast<uint8_t*>(out.bits)[(part.first + at) / 8] = static_cast<uint8_t>(kept);
-      if (out.indices != nullptr) {
-        int32_t* to = out.indices + better + (ahead & 0xffff) + min(equal_ahead, wanted);
-        for (; kept != 0; kept &= kept - 1) *to++ = part.first + at + __ffs(kept) - 1;
-      }
-    }
-    const uint32_t step = __shfl_sync(~0u, sum, 31);
-    better += step & 0xffff;
-    equal += step >> 16;
   }
 }
 
@@ -92,7 +96,7 @@ __device__ __forceinline__ void compact(const Part& part, const Threshold& t, ui
 __device__ __forceinline__ void clear_outside(uint32_t* bits, int words, int begin, int end, int rank, int blocks) {
   const int ahead = begin / 32, after = (end + 31) / 32;
 #pragma unroll 1
-  for (int i = rank * kThreads + threadIdx.x; i < ahead + words - after; i += blocks * kThreads)
+  for (int i = rank * kThreads + thread_index(); i < ahead + words - after; i += blocks * kThreads)
     bits[i < ahead ? i : after + i - ahead] = 0;
 }
 

@@ -8,12 +8,13 @@
 
 #include "cuda/cache_lookup.cuh"
 #include "cuda/check.h"
+#include "cuda/overlap.cuh"
 #include "cuda/select_encode.cuh"
 
 namespace clo::cuda {
 namespace {
 
-constexpr int kColumns = 32, kQueries = 8, kThreads = kColumns * kQueries;
+constexpr int kColumns = 32, kMaxSlices = 8;
 constexpr int kMaxBlocks = 512;      // of a grid: with more heads fewer blocks a head
 constexpr int kEagerHeads = 64;      // up to that many heads load weights before they know whether they select
 
@@ -25,6 +26,7 @@ struct Arguments {
 };
 
 // The weights of 32 columns on their way to shared memory, [D][kColumns].
+template <int kThreads>
 __device__ __forceinline__ void fetch_weights(const float* from, float* to, int D, int R) {
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
   for (int i = threadIdx.x; i < D * (kColumns / 4); i += kThreads) {
@@ -48,12 +50,14 @@ __device__ __forceinline__ void weigh_bits(int set, int G, uint32_t* planes, int
 
 // A warp projects a query head, a lane a column: one chain of multiply-adds in the order of d as in the CPU kernel, so that
 // signs agree to the bit.
-template <typename T, bool kLookup>
-__global__ void __launch_bounds__(kThreads) encode_kernel(const __grid_constant__ Arguments a) {
+template <typename T, bool kLookup, int kQueries>
+__global__ void __launch_bounds__(32 * kQueries, 32 / kQueries) encode_kernel(const __grid_constant__ Arguments a) {
+  constexpr int kThreads = 32 * kQueries;
   extern __shared__ __align__(16) float shared[];
   __shared__ LookupScratch scratch;
   __shared__ uint32_t signs[kQueries];
-  asm volatile("griddepcontrol.launch_dependents;");
+  wait_for_earlier();
+  if (kLookup) let_next_start();
   const SelectTopkParams& p = a.p;
   const int bh = blockIdx.y, b = bh / static_cast<int>(p.kv_heads), h = bh % static_cast<int>(p.kv_heads);
   const int G = static_cast<int>(p.group), D = static_cast<int>(p.head_dim), R = static_cast<int>(p.bits), words = R / 32;
@@ -63,39 +67,32 @@ __global__ void __launch_bounds__(kThreads) encode_kernel(const __grid_constant_
   float* const weights = query + G * D;     // [D][kColumns]
   const float* const from = p.weights + static_cast<int64_t>(h) * D * R;
 
+  // Loads before anything that waits for one.
   const bool eager = gridDim.y <= kEagerHeads;
-  int word = static_cast<int>(blockIdx.x);
-  if (eager && word < words) fetch_weights(from + word * 32, weights, D, R);
-  bool runs = p.k[b] > 0;
-  if (!kLookup) runs = runs && !p.skip[bh];
-  const T* q = static_cast<const T*>(p.query) + static_cast<int64_t>(bh) * G * D;
-  for (int i = tid; i < G * D; i += kThreads) query[i] = widen(q[i]);
+  if (eager && static_cast<int>(blockIdx.x) < words) fetch_weights<kThreads>(from + blockIdx.x * 32, weights, D, R);
+  const bool wanted = p.k[b] > 0;
+  bool runs = wanted, hit = false;
+  if constexpr (!kLookup) runs = runs && !p.skip[bh];
+  const int32_t age = kLookup && first ? a.lookup.age[bh] : 0;
   const uint4 nothing = {};
   for (int i = (bh * gridDim.x + blockIdx.x) * kThreads + tid; i < a.out.clear_words; i += gridDim.x * gridDim.y * kThreads)
     a.out.clear[i] = nothing;
-
   if constexpr (kLookup) {
-    const bool hit = head_hits<T>(a.lookup, bh, &scratch);
-    const int32_t age = first ? a.lookup.age[bh] : 0;
+    hit = head_hits<T>(a.lookup, bh, &scratch);
     asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
-    if (first) {
-      asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-      if (tid == 0) {
-        // A sequence with nothing to select hits, and has no label afterwards.
-        a.lookup.hit[bh] = hit || !runs;
-        a.lookup.age[bh] = !runs ? -1 : hit ? age + 1 : 0;
-        if (a.clear != nullptr && bh == 0) *a.clear = 0;
-      }
-      if (!hit) renew_label<T>(a.lookup, bh);
-    }
     runs = runs && !hit;
   }
-  if (!runs) return;
+  const T* q = static_cast<const T*>(p.query) + static_cast<int64_t>(bh) * G * D;
+  if (runs || !kLookup)
+    for (int i = tid; i < G * D; i += kThreads) query[i] = widen(q[i]);
 
-  for (bool fetched = eager; word < words; word += gridDim.x, fetched = false) {
-    if (!fetched) fetch_weights(from + word * 32, weights, D, R);
+  bool fetched = eager;
+  for (int word = static_cast<int>(blockIdx.x); runs && word < words; word += gridDim.x, fetched = false) {
+    if (!fetched) fetch_weights<kThreads>(from + word * 32, weights, D, R);
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
+    // Without a lookup the next kernel begins to load codes at once, which keeps memory busy for as long as this takes.
+    if (!kLookup) let_next_start();
     float sum = 0;
     if (g < G) {
       const float4* x = reinterpret_cast<const float4*>(query + g * D);
@@ -133,6 +130,24 @@ __global__ void __launch_bounds__(kThreads) encode_kernel(const __grid_constant_
     }
     __syncthreads();
   }
+
+  asm volatile("cp.async.wait_all;" ::: "memory");  // weights that nobody has wanted
+  if (!kLookup || !first) return;
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+  if (tid == 0) {
+    // A sequence with nothing to select hits, and has no label afterwards.
+    a.lookup.hit[bh] = hit || !wanted;
+    a.lookup.age[bh] = !wanted ? -1 : hit ? age + 1 : 0;
+    if (a.clear != nullptr && bh == 0) *a.clear = 0;
+  }
+  if (!hit) renew_label<T>(a.lookup, bh);
+}
+
+using Kernel = void (*)(Arguments);
+
+template <typename T, int kQueries>
+Kernel pick(bool looks_up) {
+  return looks_up ? encode_kernel<T, true, kQueries> : encode_kernel<T, false, kQueries>;
 }
 
 }  // namespace
@@ -149,24 +164,24 @@ cudaError_t encode_queries(const SelectTopkParams& p, const LookupRequest& looku
   a.out = out;
   const int64_t heads = p.batch * p.kv_heads;
   int64_t blocks = 1;  // of a head
-  while (blocks < kQueries && 2 * blocks <= a.p.bits / 32 && 2 * blocks * heads <= kMaxBlocks) blocks *= 2;
-  using Kernel = void (*)(Arguments);
+  while (blocks < kMaxSlices && 2 * blocks <= a.p.bits / 32 && 2 * blocks * heads <= kMaxBlocks) blocks *= 2;
+  const int queries = p.group <= 4 ? 4 : 8;
   const Kernel kernel =
-      looks_up ? choose<Kernel>(p.dtype, encode_kernel<float, true>, encode_kernel<BFloat, true>, encode_kernel<Half, true>)
-               : choose<Kernel>(p.dtype, encode_kernel<float, false>, encode_kernel<BFloat, false>, encode_kernel<Half, false>);
+      queries == 4 ? choose(p.dtype, pick<float, 4>(looks_up), pick<BFloat, 4>(looks_up), pick<Half, 4>(looks_up))
+                   : choose(p.dtype, pick<float, 8>(looks_up), pick<BFloat, 8>(looks_up), pick<Half, 8>(looks_up));
   const size_t bytes = static_cast<size_t>(p.head_dim * (kColumns + p.group)) * sizeof(float);
   CLO_CUDA_RETURN(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                        cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
+  cudaLaunchAttribute attributes[2] = {overlaps_earlier(), {}};
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(heads));
-  config.blockDim = dim3(kThreads);
+  config.blockDim = dim3(static_cast<unsigned>(32 * queries));
   config.dynamicSmemBytes = bytes;
   config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = looks_up ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = looks_up ? 2 : 1;
   return cudaLaunchKernelEx(&config, kernel, a);
 }
 

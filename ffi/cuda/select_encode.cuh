@@ -9,7 +9,7 @@ constexpr int kPlanes = 4;  // of an integer in [-8, 7]: weights 1, 2, 4, -8
 
 // Of the heads that select. All of it in the workspace.
 struct EncodedQueries {
-  uint32_t* planes;   // hata: [B·Ko][kPlanes + 1][R/32] bit planes of the weight of each bit, and sums over words (weigh_bits)
+  uint32_t* planes;   // hata: [B·Ko][kPlanes + 1][R/32] bit planes of the weight of each bit, then sums (weigh_bits)
   float* z;           // sign: [B·Ko][G][R] q·W
   uint32_t* largest;  // sign: [B·Ko][G][R/32] bits of max |z| over the 32 bits of a word
   float* offsets;     // sign: [B·Ko][G] scale·q·mean - lse
@@ -22,7 +22,8 @@ struct LookupRequest {
   uint32_t* clear;                  // a word that becomes 0, or null
 };
 
-// Lets the next kernel of the stream begin at once. `exact` has no projections: only the lookup and the clearing are done.
+// The next kernel of the stream may begin before this one ends, but not before all that are ahead of this one have ended.
+// `exact` has no projections: only the lookup and the clearing are done.
 cudaError_t encode_queries(const SelectTopkParams& p, const LookupRequest& lookup, const EncodedQueries& out,
                            cudaStream_t stream);
 

@@ -6,7 +6,7 @@
 // that word. All blocks of a head run at once: see launch in select_topk.cu.
 #pragma once
 
-#include "cuda/block_scan.cuh"
+#include "cuda/block_threads.cuh"
 #include "cuda/flags.cuh"
 
 namespace clo::cuda {
@@ -75,10 +75,10 @@ __device__ __forceinline__ void store_relaxed(uint32_t* word, uint32_t value) {
 
 // By all warps, after a __syncthreads behind the counting.
 __device__ __forceinline__ void publish(const Exchange& e) {
-  const int lane = threadIdx.x % 32;
+  const int thread = thread_index(), lane = thread % 32;
   uint32_t* const mine = e.leader + e.rank * exchange_words(e.fine);
 #pragma unroll
-  for (int group = threadIdx.x / 32; group < kGroups; group += kWarps) {
+  for (int group = thread / 32; group < kGroups; group += kWarps) {
     uint32_t n = 0;
     if (lane < e.fine) {
       const int i = kGroups + group * e.fine + lane;
@@ -101,9 +101,9 @@ __device__ __forceinline__ bool add_up(const Exchange& e, int pass, int from, in
     return true;
   }
   const int stride = exchange_words(e.fine), halves = pass == 0 ? 2 : 1;  // of a warp's width
-  const int lane = threadIdx.x % 32;
+  const int thread = thread_index(), lane = thread % 32;
 #pragma unroll 1
-  for (int unit = threadIdx.x / 32; unit < e.blocks * halves; unit += kWarps) {
+  for (int unit = thread / 32; unit < e.blocks * halves; unit += kWarps) {
     const int rank = unit / halves, at = unit % halves * 32 + lane;
     if (at >= width) continue;
     const uint32_t* const word = e.leader + rank * stride + from + at;
@@ -119,7 +119,7 @@ __device__ __forceinline__ bool add_up(const Exchange& e, int pass, int from, in
 
 // Moves the threshold to the word of those added up that has the k-th key, by one warp.
 __device__ __forceinline__ int find_word(const Totals& totals, int pass, uint32_t k, Threshold* found) {
-  const int lane = threadIdx.x % 32;
+  const int lane = thread_index() % 32;
   const uint2 all = reinterpret_cast<const uint2*>(totals.all[pass])[lane];
   const uint2 before = reinterpret_cast<const uint2*>(totals.before[pass])[lane];
   const uint32_t mine = all.x + all.y;
@@ -133,14 +133,15 @@ __device__ __forceinline__ int find_word(const Totals& totals, int pass, uint32_
   const bool second = found->better + sum - mine + all.x < k;
   const uint32_t ahead = sum - mine + (second ? all.x : 0);
   found->better += __shfl_sync(~0u, ahead, owner);
-  found->better_before += __reduce_add_sync(~0u, lane < owner ? before.x + before.y : lane == owner && second ? before.x : 0);
+  const uint32_t share = lane < owner ? before.x + before.y : lane == owner && second ? before.x : 0;
+  found->better_before += __reduce_add_sync(~0u, share);
   found->equal_before = __shfl_sync(~0u, second ? before.y : before.x, owner);
   return __shfl_sync(~0u, 2 * lane + second, owner);
 }
 
 // Zeroes what `exchange` adds to; before it, with a __syncthreads between.
-__device__ __forceinline__ void clear_totals(const Exchange& e) {
-  if (threadIdx.x < sizeof(Totals) / sizeof(uint32_t)) reinterpret_cast<uint32_t*>(e.totals)[threadIdx.x] = 0;
+__device__ __forceinline__ void clear_totals(Totals* totals) {
+  if (threadIdx.x < sizeof(Totals) / sizeof(uint32_t)) reinterpret_cast<uint32_t*>(totals)[threadIdx.x] = 0;
 }
 
 // Finds the k-th best rank after publish, by the whole block; e.found is it. A block that has the head to itself needs a

@@ -3,7 +3,7 @@
 
 #include <math_constants.h>
 
-#include "cuda/block_scan.cuh"
+#include "cuda/block_threads.cuh"
 #include "cuda/numeric.cuh"
 #include "cuda/select_encode.cuh"
 
@@ -27,7 +27,7 @@ struct GroupQuery {
 // hata: rank of a key whose bits are all 0; every warp finds it for itself.
 __device__ __forceinline__ int empty_rank(const uint32_t* planes, int G, int words) {
   int sum = 0;
-  for (int w = threadIdx.x % 32; w < words; w += 32) sum += static_cast<int>(__ldcg(planes + kPlanes * words + w));
+  for (int w = thread_index() % 32; w < words; w += 32) sum += static_cast<int>(__ldcg(planes + kPlanes * words + w));
   sum = __reduce_add_sync(~0u, sum);
   return G % 2 == 0 ? sum / 2 : sum;
 }
@@ -42,9 +42,9 @@ __device__ __forceinline__ float level_step(uint32_t largest) {
 template <int kSets>
 __device__ void quantise(const EncodedQueries& from, int64_t first, const GroupQuery& s, int G, int words, float scale) {
   constexpr int kQueries = 4 * kSets;
-  const int lane = threadIdx.x % 32;
+  const int thread = thread_index(), lane = thread % 32;
   GroupFacts& facts = *s.facts;
-  for (int i = threadIdx.x / 32; i < kQueries * words; i += kWarps) {
+  for (int i = thread / 32; i < kQueries * words; i += kWarps) {
     const int g = i / words, word = i % words;
     float z = 0;
     uint32_t largest = 0;

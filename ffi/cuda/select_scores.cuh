@@ -43,7 +43,7 @@ struct Columns {
   // Fragment i. hata: columns 4i to 4i + 3 are the planes, for every other 16 keys. sign: columns 2q and 2q + 1 are planes
   // 2(i % 2) and the next of query q + 4(i / 2), so that one lane has all planes of a query.
   __device__ static uint2 load(const uint32_t* planes, int words, int block, int i) {
-    const int lane = threadIdx.x % 32, column = lane / 4, w = block * 8 + lane % 4 * 2;
+    const int lane = thread_index() % 32, column = lane / 4, w = block * 8 + lane % 4 * 2;
     const uint32_t* at;
     if constexpr (kRetriever == Retriever::kHata) {
       if (column / 4 != i) return {0, 0};
@@ -66,8 +66,12 @@ class CodeRing {
   static constexpr int kMaxSlots = 3;
 
   __device__ CodeRing(unsigned char* memory, int slots, const uint32_t* codes, const uint16_t* factors, int n)
-      : memory_(memory + threadIdx.x / 32 * (kCodeBytes + kFactorBytes)), slots_(slots), codes_(codes), n_(n),
-        next_(static_cast<int>(threadIdx.x / 32) * kStep) {
+      : slots_(slots), codes_(codes), n_(n) {
+    const int thread = thread_index();
+    lane_ = thread % 32;
+    next_ = thread / 32 * kStep;
+    memory_ = memory + thread / 32 * (kCodeBytes + kFactorBytes);
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy_));
     if constexpr (kFactors) {
       odd_ = reinterpret_cast<uintptr_t>(factors) / 2 % 2;
       factors_ = factors - odd_;
@@ -80,19 +84,19 @@ class CodeRing {
     for (int slot = 0; slot < slots_; ++slot) fetch(slot);
   }
 
-  // Waits for the next step's codes, gets this lane's words of keys 8·l + lane / 4, the factors of keys lane and lane + 32, and
-  // starts the copy that takes their slot.
+  // Waits for the next step's codes, gets this lane's words of keys 8·l + lane / 4 and the factors of keys lane and
+  // lane + 32, and starts the copy that takes their slot.
   __device__ __forceinline__ void take(uint2 (&words)[kStep / 8], uint16_t (&factors)[2]) {
     if (slots_ == 1) asm volatile("cp.async.wait_group 0;" ::: "memory");
     else if (slots_ == 2) asm volatile("cp.async.wait_group 1;" ::: "memory");
     else asm volatile("cp.async.wait_group 2;" ::: "memory");
     __syncwarp();
     const unsigned char* const slot = memory_ + slot_ * kSlotBytes;
-    const uint2* from = reinterpret_cast<const uint2*>(slot) + threadIdx.x % 32;
+    const uint2* from = reinterpret_cast<const uint2*>(slot) + lane_;
 #pragma unroll
     for (int l = 0; l < kStep / 8; ++l) words[l] = from[l * 32];
     if constexpr (kFactors) {
-      const uint16_t* f = reinterpret_cast<const uint16_t*>(slot + kCodeBytes) + odd_ + threadIdx.x % 32;
+      const uint16_t* f = reinterpret_cast<const uint16_t*>(slot + kCodeBytes) + odd_ + lane_;
       factors[0] = f[0];
       factors[1] = f[32];
     }
@@ -104,14 +108,15 @@ class CodeRing {
  private:
   // The copies of the next step that have not been started, into a slot.
   __device__ __forceinline__ void fetch(int to) {
-    const int lane = threadIdx.x % 32, first = next_;
+    const int lane = lane_, first = next_;
     next_ += kWarps * kStep;
     const uint32_t slot = shared_address(memory_ + to * kSlotBytes);
     const uint32_t* from = codes_ + static_cast<int64_t>(first) * 8 + lane * 4;
 #pragma unroll
     for (int i = 0; i < kStep / 16; ++i)
       if (first + i * 16 + lane / 2 < n_)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(slot + lane * 16 + i * 512), "l"(from + i * 128)
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(slot + lane * 16 + i * 512),
+                     "l"(from + i * 128), "l"(policy_)
                      : "memory");
     if constexpr (kFactors) {
       fetch_factors(slot + kCodeBytes, first, lane);
@@ -121,6 +126,7 @@ class CodeRing {
   }
 
   // Two factors from an address that is a multiple of 4 bytes; the second is left out where there is none.
+  // Without a cache policy: nvcc 13.0 encodes a copy of 4 bytes with one wrongly ("illegal instruction").
   __device__ __forceinline__ void fetch_factors(uint32_t to, int first, int pair) const {
     const int left = n_ + odd_ - first - 2 * pair;
     if (left > 0)
@@ -132,8 +138,9 @@ class CodeRing {
   unsigned char* memory_;
   int slots_;
   const uint32_t* codes_;
-  int n_, next_, slot_ = 0, odd_ = 0;
+  int n_, lane_, next_, slot_ = 0, odd_ = 0;
   const uint16_t* factors_ = nullptr;
+  uint64_t policy_;  // codes are read once: they must not push what is small and read often out of L2
 };
 
 // Ranks of keys [0, n) by code: put(key, rank) for each, by any thread. kFast: 256 bits, and `ring` has been started.
@@ -145,7 +152,7 @@ __device__ __forceinline__ void score_codes(const uint32_t* codes, const uint16_
   using C = Columns<kRetriever, kSets>;
   constexpr bool kHata = kRetriever == Retriever::kHata;
   constexpr int kGroups = kStep / 16;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, column = lane % 4;
+  const int thread = thread_index(), lane = thread % 32, warp = thread / 32, row = lane / 4, column = lane % 4;
   uint2 held[kFast ? C::kCount : 1];
   if constexpr (kFast && kHata) {
     // Straight from what the kernel ahead has left.
@@ -278,7 +285,8 @@ __device__ void score_rows(const T* rows, int D, int n, const GroupQuery& s, Put
     }
     float score = 0;
 #pragma unroll
-    for (int g = 0; g < kQueries; ++g) score += clamped_power(s.facts->slopes[g] * warp_sum<8>(dots[g]) + s.facts->offsets[g]);
+    for (int g = 0; g < kQueries; ++g)
+      score += clamped_power(s.facts->slopes[g] * warp_sum<8>(dots[g]) + s.facts->offsets[g]);
     if (part == 0 && key < n) put(key, score_rank(score));
   }
 }

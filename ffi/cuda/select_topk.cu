@@ -8,229 +8,13 @@
 #include <algorithm>
 
 #include "cuda/check.h"
-#include "cuda/select_compact.cuh"
-#include "cuda/select_encode.cuh"
-#include "cuda/select_heads.cuh"
-#include "cuda/select_plan.cuh"
+#include "cuda/select_kernel.cuh"
 #include "cuda/select_topk.cuh"
 
 namespace clo::cuda {
 namespace {
 
-constexpr int kOctave = 256;        // ranks of sign and exact by which scores differ by a factor of two
-constexpr int kCounterWords = 32;   // a cache line for each barrier
-constexpr uint64_t kTimeout = 2000000000;
-
-struct Arguments {
-  SelectTopkParams p;
-  SelectOptions options;
-  Plan plan;
-  EncodedQueries encoded;
-  uint32_t* published;     // [grid][exchange_words(fine)], by the first block of the head
-  uint32_t* counters;      // [grid][kCounterWords] of barriers, by the first block of the head
-  unsigned char* ranks;    // [grid][rank_bytes] unless shared_ranks
-  Divisor kv_heads;
-  int grid;
-  bool early;              // the kernel ahead does not write p.skip
-};
-
-__device__ __forceinline__ void wait_for_queries() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
-}
-
-// Of numbers below 2^16, in a few instructions.
-__device__ __forceinline__ int quotient(int n, int by) {
-  return static_cast<int>(__fdividef(static_cast<float>(n) + 0.5f, static_cast<float>(by)));
-}
-
-// The threshold among all ranks, where it lies outside of the histogram: two more of them, behind barriers, over the same
-// memory. It does not happen with usual data, so it may take its time.
-__device__ __forceinline__ bool search_all(const Exchange& e, const uint16_t* ranks, int n, uint32_t k, uint32_t* counter,
-                                        const Patience& patience) {
-  Threshold high{};
-#pragma unroll 1
-  for (int pass = 0; pass < 2; ++pass) {
-    const Exchange mine{e.blocks, e.rank, pass == 0 ? kMaxFine : 2, e.counts, e.leader, e.totals, e.found};
-    const auto target = static_cast<uint32_t>(e.blocks) * static_cast<uint32_t>(2 * pass);
-    if (e.blocks > 1 && !head_barrier(counter, target + e.blocks, patience)) return false;  // all have read the last
-#pragma unroll 1
-    for (int i = threadIdx.x; i < exchange_words(mine.fine); i += kThreads) e.counts[i] = 0;
-    clear_totals(e);
-    __syncthreads();
-#pragma unroll 1
-    for (int i = threadIdx.x; i < n; i += kThreads) {
-      const int rank = ranks[i];
-      if (pass == 0) atomicAdd(mine.bins() + (rank >> kLowBits), 1u);
-      else if (rank >> kLowBits == high.bin) atomicAdd(mine.bins() + (rank & ((1 << kLowBits) - 1)), 1u);
-    }
-    __syncthreads();
-    publish(mine);
-    if (e.blocks > 1 && !head_barrier(counter, target + 2 * e.blocks, patience)) return false;
-    __syncthreads();
-    find_threshold(mine, k - high.better, patience);
-    const Threshold t = *e.found;
-    if (t.bin < 0) return false;
-    __syncthreads();
-    if (pass == 0) high = t;
-    else if (threadIdx.x == 0)
-      *e.found = {high.bin << kLowBits | t.bin, high.better + t.better, high.better_before + t.better_before, t.equal_before};
-    __syncthreads();
-  }
-  return true;
-}
-
-// Values in device memory that the host cannot have checked.
-__device__ __forceinline__ void check_operands(const SelectTopkParams& p, const SelectOptions& options) {
-  for (int b = threadIdx.x; b < p.batch; b += kThreads) {
-    const int begin = p.begin[b], end = p.end[b], k = p.k[b];
-    if (begin < 0 || begin > end || end > p.max_tokens || k < 0 || k > p.k_max)
-      fail(options.error, Failure::kBadOperand, options.rows.index == nullptr ? 0 : *options.rows.index, 0);
-  }
-}
-
-// kLocal: ranks are known to be in shared memory.
-template <Retriever kRetriever, int kSets, bool kFast, bool kLocal, typename T>
-__global__ void __launch_bounds__(kThreads, 1) select_kernel(const __grid_constant__ Arguments a) {
-  extern __shared__ __align__(128) unsigned char shared[];
-  __shared__ GroupFacts facts;
-  __shared__ uint32_t warp_counts[2 * kWarps];
-  __shared__ Totals totals;
-  __shared__ Threshold found;
-  const SelectTopkParams& p = a.p;
-  const Plan& plan = a.plan;
-  const int tid = threadIdx.x, block = blockIdx.x, grid = gridDim.x;
-  const int Ko = static_cast<int>(p.kv_heads), G = static_cast<int>(p.group), words = static_cast<int>(p.bits / 32);
-
-  uint32_t* const counts = reinterpret_cast<uint32_t*>(shared);
-  float* const query = reinterpret_cast<float*>(counts + exchange_words(plan.fine));
-  uint32_t* const planes = reinterpret_cast<uint32_t*>(query + plan.query_bytes / sizeof(float));
-  const GroupQuery group{query, planes, &facts};
-  uint16_t* const part_ranks = reinterpret_cast<uint16_t*>(
-      kLocal || plan.shared_ranks ? shared + plan.ring_offset - plan.rank_bytes
-                                  : a.ranks + static_cast<size_t>(block) * plan.rank_bytes);
-  const Patience patience(a.options.error, a.options.timeout_ns != 0 ? a.options.timeout_ns : kTimeout,
-                          a.options.rows.index);
-
-  bool waited = !a.early;
-  if (waited) wait_for_queries();
-  const Heads selecting(p, a.kv_heads);
-  const int heads = selecting.count();
-  // Several rounds only where there are more heads than blocks. Only in the last can several blocks share a head, so
-  // nothing that they exchange is used twice.
-#pragma unroll 1
-  for (int done = 0; done < heads;) {
-    // Blocks of each head of this round.
-    const int blocks = max(1, min(kMaxHeadBlocks, quotient(grid, heads - done)));
-    const int index = quotient(block, blocks), rank = block - index * blocks, leader = block - rank, round = quotient(grid, blocks);
-    const int bh = index < min(heads - done, round) ? selecting.nth(done + index) : -1;
-    done += round;
-    if (bh < 0) break;
-
-    int begin;
-    const int b = a.kv_heads(bh), end = candidates(p, b, &begin) + begin, k = selected(p, b);
-    // Parts begin at multiples of 32 tokens, but for the first; `skew` is where in a word of bits this one begins.
-    const int aligned = begin & ~31, size = static_cast<int>(static_cast<uint32_t>(end - aligned + blocks - 1) / static_cast<uint32_t>(blocks) + 31) / 32 * 32;
-    const int first = min(end, max(begin, aligned + rank * size)), skew = first % 32;
-    const int n = max(0, min(end, aligned + (rank + 1) * size) - first);
-    uint16_t* const ranks = part_ranks + skew;
-    const int64_t token = static_cast<int64_t>(bh) * p.max_tokens + first;
-    CodeRing<kRetriever == Retriever::kSign> ring(shared + plan.ring_offset, plan.ring_slots, p.codes + token * words,
-                                                        p.factors + token, n);
-    if constexpr (kFast) ring.start();
-#pragma unroll 1
-    for (int i = tid; i < exchange_words(plan.fine); i += kThreads) counts[i] = 0;
-    const Exchange e{blocks,  rank, plan.fine, counts, a.published + static_cast<int64_t>(leader) * exchange_words(plan.fine),
-                     &totals, &found};
-    clear_totals(e);
-    if (tid < kMaxGroup) facts.sums[tid] = 0;
-    if (!waited) wait_for_queries();
-    waited = true;
-    __syncthreads();
-    const uint32_t* const encoded = a.encoded.planes + static_cast<int64_t>(bh) * (kPlanes + 1) * words;
-    int base = 0;
-    if constexpr (kRetriever == Retriever::kExact) {
-      const int D = static_cast<int>(p.head_dim);
-      load_queries<kSets>(static_cast<const T*>(p.query) + static_cast<int64_t>(bh) * G * D, p.lse + bh * G, p.scale, group,
-                          G, D);
-    } else if constexpr (kRetriever == Retriever::kSign) {
-      quantise<kSets>(a.encoded, static_cast<int64_t>(bh) * G, group, G, words, p.scale);
-    } else {
-      base = empty_rank(encoded, G, words);
-      if constexpr (!kFast) {
-        for (int i = tid; i < kPlanes * words; i += kThreads) planes[i] = __ldcg(encoded + i);
-        __syncthreads();
-      }
-    }
-
-    // The histogram covers ranks [origin, origin + bins) and counts others in its first and last bin. Around the middle of
-    // all distances, more below than above, or around the score of a key whose estimate is that of the mean.
-    const int bins = plan.bins;
-    int origin = 0;
-    if (plan.ranks > bins) {
-      int middle = plan.ranks / 2;
-      if constexpr (kRetriever != Retriever::kHata) {
-        float score = 0;
-#pragma unroll
-        for (int g = 0; g < 4 * kSets; ++g) score += clamped_power(facts.offsets[g]);
-        middle = score_rank(score);
-      }
-      origin = max(0, min(middle - 6 * kOctave, plan.ranks - bins));
-    }
-    uint32_t* const histogram = counts + kGroups;
-    const auto put = [&](int key, uint16_t value) {
-      ranks[key] = value;
-      atomicAdd(&histogram[max(0, min(value - origin, bins - 1))], 1u);
-    };
-    if constexpr (kRetriever == Retriever::kExact) {
-      const void* rows = a.options.rows.views != nullptr ? a.options.rows.views[*a.options.rows.index].host_rows : p.rows;
-      const int D = static_cast<int>(p.head_dim);
-      score_rows<kSets>(static_cast<const T*>(rows) + token * 2 * D, D, n, group, put);
-    } else {
-      score_codes<kRetriever, kSets, kFast>(p.codes + token * words, p.factors + token, words, n, group, encoded, base,
-                                            ring, put);
-    }
-    __syncthreads();
-
-    publish(e);
-    if (blocks == 1) __syncthreads();
-    find_threshold(e, k, patience);
-    Threshold threshold = found;
-    bool ended = threshold.bin >= 0;
-    const bool outside = (threshold.bin == 0 && origin > 0) || (threshold.bin == bins - 1 && origin + bins < plan.ranks);
-    threshold.bin += origin;
-    if (ended && outside) {
-      ended = search_all(e, ranks, n, k, a.counters + leader * kCounterWords, patience);
-      threshold = found;
-    }
-    const int row_words = static_cast<int>((p.max_tokens + 31) / 32);
-    const Output out{p.indices == nullptr ? nullptr : p.indices + static_cast<int64_t>(bh) * p.k_max,
-                     a.options.selected_bits == nullptr ? nullptr
-                                                        : a.options.selected_bits + static_cast<int64_t>(bh) * row_words};
-    if (!ended) {
-      // The error word says so. What reads the bits all the same finds a valid selection, an empty one.
-      if (out.bits != nullptr) clear_outside(out.bits, row_words, 0, 0, rank, blocks);
-      return;
-    }
-    compact({part_ranks, skew, n, first - skew}, threshold, k, out, warp_counts);
-    if (out.bits != nullptr) clear_outside(out.bits, row_words, begin, end, rank, blocks);
-    if (out.indices != nullptr)
-      for (int i = k + rank * kThreads + tid; i < p.k_max; i += blocks * kThreads) out.indices[i] = -1;
-    __syncthreads();
-  }
-
-  if (!waited) wait_for_queries();
-  if (a.options.error != nullptr && block == grid - 1) check_operands(p, a.options);
-  if (!a.options.fill_skipped || p.indices == nullptr) return;
-#pragma unroll 1
-  for (int bh = block; bh < Ko * static_cast<int>(p.batch); bh += grid) {
-    if (takes_part(p, a.kv_heads, bh)) continue;
-#pragma unroll 1
-    for (int64_t i = tid; i < p.k_max; i += kThreads) p.indices[bh * p.k_max + i] = -1;
-  }
-}
-
-using Kernel = void (*)(Arguments);
+using Kernel = void (*)(SelectArguments);
 
 template <Retriever kRetriever, bool kFast, bool kLocal>
 Kernel pick_codes(bool two_sets) {
@@ -245,7 +29,8 @@ Kernel pick_codes(bool two_sets, bool fast, bool local) {
 
 template <typename T>
 Kernel pick_rows(bool two_sets) {
-  return two_sets ? select_kernel<Retriever::kExact, 2, false, false, T> : select_kernel<Retriever::kExact, 1, false, false, T>;
+  return two_sets ? select_kernel<Retriever::kExact, 2, false, false, T>
+                  : select_kernel<Retriever::kExact, 1, false, false, T>;
 }
 
 Kernel pick(const SelectTopkParams& p, const Plan& plan) {
@@ -283,7 +68,7 @@ Layout lay_out(const SelectTopkParams& p, const Plan& plan, int grid) {
   return l;
 }
 
-cudaError_t make_arguments(const SelectTopkParams& p, void* workspace, Arguments* a) {
+cudaError_t make_arguments(const SelectTopkParams& p, void* workspace, SelectArguments* a) {
   if (p.group > kMaxGroup || p.batch * p.kv_heads >= 1 << 16) return cudaErrorInvalidValue;
   CLO_CUDA_RETURN(grid_size(&a->grid));
   a->p = p;
@@ -309,7 +94,7 @@ cudaError_t make_arguments(const SelectTopkParams& p, void* workspace, Arguments
 // Should another stream hold multiprocessors for good all the same, the waits end with the time limit.
 cudaError_t launch(const SelectTopkParams& p, const SelectOptions& options, void* workspace, bool early,
                    cudaStream_t stream) {
-  Arguments a{};
+  SelectArguments a{};
   CLO_CUDA_RETURN(make_arguments(p, workspace, &a));
   a.options = options;
   a.early = early;
@@ -317,9 +102,7 @@ cudaError_t launch(const SelectTopkParams& p, const SelectOptions& options, void
   const auto bytes = static_cast<size_t>(a.plan.shared_bytes);
   CLO_CUDA_RETURN(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                        cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
-  cudaLaunchAttribute overlap;
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute overlap = overlaps_earlier();
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(a.grid));
   config.blockDim = dim3(kThreads);
@@ -341,14 +124,14 @@ size_t select_topk_workspace_bytes(const SelectTopkParams& p) {
 cudaError_t lookup_and_encode(const CacheLookupParams& lookup, const SelectTopkParams& p, uint32_t* clear, void* workspace,
                               cudaStream_t stream) {
   if (p.batch * p.kv_heads == 0) return cudaSuccess;
-  Arguments a{};
+  SelectArguments a{};
   CLO_CUDA_RETURN(make_arguments(p, workspace, &a));
   return encode_queries(p, {&lookup, clear}, a.encoded, stream);
 }
 
 cudaError_t encode(const SelectTopkParams& p, void* workspace, cudaStream_t stream) {
   if (p.batch * p.kv_heads == 0) return cudaSuccess;
-  Arguments a{};
+  SelectArguments a{};
   CLO_CUDA_RETURN(make_arguments(p, workspace, &a));
   return encode_queries(p, {nullptr, nullptr}, a.encoded, stream);
 }

@@ -10,8 +10,9 @@ struct SelectOptions {
   bool fill_skipped;        // indices of skipped heads become -1; else they stay as they are
   uint32_t* selected_bits;  // [B·Ko, ceil(S/32)] bit t of a selecting head's row: token t is selected; rows of others stay
                             // as they are. May be null; if not, p.indices may be null
-  uint32_t* error;          // the engine's error word, or null: operands out of range are clamped, a selection that does not
-                            // come to an end in time (never seen) leaves its head's bits 0 and its indices undefined
+  uint32_t* error;          // the engine's error word, or null. It tells of operands out of range, which are clamped, and of
+                            // a selection that did not come to an end in time, whose indices are undefined and whose
+                            // bits are some of the right ones
   uint64_t timeout_ns;      // of waits between the blocks of a head; 0: two seconds
 };
 
@@ -31,8 +32,8 @@ __device__ __forceinline__ int selected(const SelectTopkParams& p, int b) {
 // The two halves of a selection, one after the other in a stream over the same workspace of select_topk_workspace_bytes.
 // The second begins while the first still runs.
 //
-// The first with a lookup: heads that hit become p.skip, which is lookup.hit. Heads of sequences with k[b] <= 0 have nothing
-// to select: they hit and have no label afterwards (age -1). `clear` points at a word that becomes 0, or is null.
+// The first with a lookup: heads that hit become p.skip, which is lookup.hit. Heads of sequences with k[b] <= 0 have
+// nothing to select: they hit and have no label afterwards (age -1). `clear` points at a word that becomes 0, or is null.
 cudaError_t lookup_and_encode(const CacheLookupParams& lookup, const SelectTopkParams& p, uint32_t* clear, void* workspace,
                               cudaStream_t stream);
 cudaError_t encode(const SelectTopkParams& p, void* workspace, cudaStream_t stream);  // without a lookup

@@ -270,9 +270,10 @@ void failures(std::mt19937& random) {
   CHECK(clo::cuda::error_failure(error.download()[0]) == clo::cuda::Failure::kSelection);
   // What there is of it are tokens of the selection.
   std::vector<uint32_t> wanted(bits.host.size(), 0u);
-  for (size_t i = 0; i < in.indices.host.size(); ++i)
-    wanted[i / static_cast<size_t>(c.k_max) * static_cast<size_t>(c.tokens / 32) + static_cast<size_t>(in.indices.host[i] / 32)] |=
-        1u << (in.indices.host[i] % 32);
+  for (size_t i = 0; i < in.indices.host.size(); ++i) {
+    const auto row = i / static_cast<size_t>(c.k_max) * static_cast<size_t>(c.tokens / 32);
+    wanted[row + static_cast<size_t>(in.indices.host[i] / 32)] |= 1u << (in.indices.host[i] % 32);
+  }
   const auto partial = bits.download();
   for (size_t i = 0; i < wanted.size(); ++i) CHECK((partial[i] & ~wanted[i]) == 0);
   *const_cast<volatile uint32_t*>(go) = 1;

@@ -1,6 +1,7 @@
-// Which heads of a selection have anything to select.
+// Which heads of a selection have anything to select, and who does what of it.
 #pragma once
 
+#include "cuda/select_plan.cuh"
 #include "cuda/select_topk.cuh"
 
 namespace clo::cuda {
@@ -59,12 +60,12 @@ class Heads {
   static constexpr int kHeld = 4;
 
   __device__ __forceinline__ uint32_t mask(int first) const {
-    const int head = first + static_cast<int>(threadIdx.x % 32);
+    const int head = first + thread_index() % 32;
     return __ballot_sync(~0u, head < all_ && takes_part(p_, kv_heads_, head));
   }
 
   __device__ __forceinline__ static int find(uint32_t heads, int first, int n) {
-    const int lane = threadIdx.x % 32;
+    const int lane = thread_index() % 32;
     const bool mine = (heads >> lane & 1) && __popc(heads & ((1u << lane) - 1)) == n;
     const uint32_t found = __ballot_sync(~0u, mine);
     return found != 0 ? first + __ffs(found) - 1 : -1;
@@ -75,5 +76,42 @@ class Heads {
   int all_, count_ = 0;
   uint32_t held_[kHeld];
 };
+
+// Of numbers below 2^16, in a few instructions.
+__device__ __forceinline__ int quotient(int n, int by) {
+  return static_cast<int>(__fdividef(static_cast<float>(n) + 0.5f, static_cast<float>(by)));
+}
+
+// What a block does in a round.
+struct Work {
+  int bh, begin, end, k;      // the head, its candidates, the keys that it selects
+  int blocks, rank, leader;   // of the head; this block's place among them; the first of them
+  int first, n;               // this block's keys are those of tokens [first, first + n)
+};
+
+// This block's work in the round that begins with the head number *done of those that select; moves *done on, and makes
+// *heads their number. False: there is none.
+__device__ __forceinline__ bool assign(const SelectTopkParams& p, Divisor kv_heads, int* done, int* heads, Work* w) {
+  const Heads selecting(p, kv_heads);
+  *heads = selecting.count();
+  if (*heads == 0) return false;
+  w->blocks = max(1, min(kMaxHeadBlocks, quotient(gridDim.x, *heads - *done)));
+  const int index = quotient(blockIdx.x, w->blocks), round = quotient(gridDim.x, w->blocks);
+  w->rank = static_cast<int>(blockIdx.x) - index * w->blocks;
+  w->leader = static_cast<int>(blockIdx.x) - w->rank;
+  w->bh = index < min(*heads - *done, round) ? selecting.nth(*done + index) : -1;
+  *done += round;
+  if (w->bh < 0) return false;
+  const int b = kv_heads(w->bh);
+  w->end = candidates(p, b, &w->begin) + w->begin;
+  w->k = selected(p, b);
+  // Parts begin at multiples of 32 tokens, but for the first.
+  const int aligned = w->begin & ~31;
+  const auto keys = static_cast<uint32_t>(w->end - aligned + w->blocks - 1);
+  const int size = static_cast<int>((keys / static_cast<uint32_t>(w->blocks) + 31) / 32 * 32);
+  w->first = min(w->end, max(w->begin, aligned + w->rank * size));
+  w->n = max(0, min(w->end, aligned + (w->rank + 1) * size) - w->first);
+  return true;
+}
 
 }  // namespace clo::cuda
