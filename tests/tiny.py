@@ -8,17 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clo_jax import models
+from clo_jax import _host, models
 from clo_jax.cache.layout import CacheLayout
 from clo_jax.config import CloConfig, ModelConfig, RopeConfig
 from clo_jax.policies.clo import CloPolicy, HeadScores, neutral_scores
 from clo_jax.policies.full import FullPolicy
 from clo_jax.prompts import Request
 from clo_jax.session import Session
-from clo_jax.transfer.engine import Engine
+from clo_jax.transfer.engine import GPU_BACKENDS, Engine
 
 # The CPU kernels take any head dim; the GPU's take those that models have.
 HEAD_DIM = 16 if jax.default_backend() == "cpu" else 64
+# Backends that serve programs where JAX runs; one that a GPU machine lacks is not tested there.
+ON_GPU = jax.default_backend() == "gpu"
+BACKENDS = tuple(name for name in GPU_BACKENDS if _host.find_backend(name)[0]) if ON_GPU else ("host",)
 LLAMA = ModelConfig("llama", 256, 64, 96, 3, 6, 2, HEAD_DIM, 1e-5, 4096, RopeConfig(10000.0), tie_word_embeddings=True)
 QWEN = dataclasses.replace(LLAMA, architecture="qwen2", num_heads=5, num_kv_heads=1, qkv_bias=True)
 

@@ -50,10 +50,12 @@ if has native; then
   for test in build/gpu/gpu_test_*; do step "$(basename "$test")" 120 "$test"; done
 fi
 if has sanitizer; then
-  # It holds kernels back: "small" leaves out what waits for a kernel beside it.
-  for test in build/gpu/gpu_test_*; do
-    name=$(basename "$test")
-    step "memcheck-$name" 120 compute-sanitizer --tool memcheck --error-exitcode 9 "$test" small
+  # They hold kernels back: "small" leaves out what waits for a kernel beside it.
+  for tool in memcheck racecheck; do
+    for test in build/gpu/gpu_test_*; do
+      name=$(basename "$test")
+      step "$tool-$name" 120 compute-sanitizer --tool "$tool" --error-exitcode 9 "$test" small
+    done
   done
 fi
 if has python; then
@@ -61,26 +63,26 @@ if has python; then
   workers=()
   "$PYTHON" -c 'import xdist' 2>"$LOGS/xdist.log" && workers=(-n "${WORKERS:-6}" -p no:benchmark)
   step python-build 240 "$PYTHON" -m pip install -q --no-build-isolation --no-deps -e . -C cmake.define.CLO_ENABLE_CUDA=ON
-  for suite in ${SUITES:-tests/transfer/test_pull.py tests/policies/test_clo.py tests/test_generate.py tests/ops}; do
+  for suite in ${SUITES:-tests/transfer/test_gpu.py tests/policies/test_clo.py tests/test_generate.py tests/ops}; do
     step "$(echo "$suite" | tr '/' '-' | sed 's/\.py$//')" "${SUITE_LIMIT:-180}" \
       "$PYTHON" -m pytest -q --no-header -p no:cacheprovider --tb=short --timeout 100 "${workers[@]}" \
       -m "not slow and not live" "$suite"
   done
 fi
 if has bench; then
-  for bench in build/gpu/bench_*; do
-    name=$(basename "$bench")
-    step "$name" 120 "$bench"
-    if [[ $name == bench_pull ]]; then
-      step "results-$name" 60 "$PYTHON" -m clo_jax.bench.native "$LOGS/$name.log" pull "$OUT/h200-pull.json"
-      cat "$LOGS/results-$name.log"
-    else
-      cat "$LOGS/$name.log"
-    fi
-  done
+  # results WHAT BENCH...: runs native benches; their figures together become h200-WHAT.json.
+  results() {
+    local what=$1 logs=()
+    shift
+    for bench; do step "$bench" 120 "build/gpu/$bench" && logs+=("$LOGS/$bench.log"); done
+    ((${#logs[@]})) && step "results-$what" 60 "$PYTHON" -m clo_jax.bench.native "$what" "$OUT/h200-$what.json" "${logs[@]}" &&
+      cat "$LOGS/results-$what.log"
+  }
+  results kernels bench_attend bench_select bench_prefetch
+  results transfer bench_transfer
   XLA_PYTHON_CLIENT_MEM_FRACTION=.6 JAX_DEFAULT_MATMUL_PRECISION=default \
-    step bench_decode "${DECODE_LIMIT:-200}" "$PYTHON" -m clo_jax.bench.gpu_decode --out "$OUT/h200-decode.json" && \
-    cat "$LOGS/bench_decode.log"
+    step bench_layer "${LAYER_LIMIT:-120}" "$PYTHON" -m clo_jax.bench.layer --out "$OUT/h200-layer.json" &&
+    cat "$LOGS/bench_layer.log"
 fi
 echo
 printf '%s\n' "${SUMMARY[@]}"

@@ -1,7 +1,7 @@
-"""Makes a results file of what a native benchmark printed: `python -m clo_jax.bench.native LOG WHAT FILE`.
+"""Makes a results file of what native benchmarks printed: `python -m clo_jax.bench.native WHAT FILE LOG...`.
 
-The log has one tab-separated line a figure: name, value, unit, name of the control, control, goal; "-" where there is
-no control or no goal. Anything else in it is an error: a benchmark that complains has not measured.
+A log has one tab-separated line a figure: name, value, unit, name of the control, control, goal; "-" where there is no
+control or no goal. Lines without a tab are for people. A benchmark that fails says so by its exit status.
 """
 
 import os
@@ -15,10 +15,12 @@ def rows(text: str) -> list[report.Row]:
     """The figures of a log.
 
     Raises:
-      ValueError: a line that is not a figure; names it.
+      ValueError: a line with tabs that is not a figure, which it names; no figure at all.
     """
     found = []
     for line in text.splitlines():
+        if "\t" not in line:
+            continue
         fields = line.split("\t")
         if len(fields) != 6:
             raise ValueError(f"log: got {line!r}, wanted six fields between tabs")
@@ -34,14 +36,17 @@ def rows(text: str) -> list[report.Row]:
                 None if goal == "-" else goal,
             )
         )
+    if not found:
+        raise ValueError("log: got no figure, wanted lines of six fields between tabs")
     return found
 
 
-def main(log: str, what: str, path: str) -> None:
+def main(what: str, path: str, *logs: str) -> None:
     """Writes the file and prints its table."""
     env = {name: value for name, value in os.environ.items() if name.startswith("CLO_JAX_")}
-    print(report.markdown(report.write(pathlib.Path(path), what, {"log": pathlib.Path(log).name, **env},
-                                       rows(pathlib.Path(log).read_text()))))  # fmt: skip
+    found = [row for log in logs for row in rows(pathlib.Path(log).read_text())]
+    args = {"logs": [pathlib.Path(log).name for log in logs], **env}
+    print(report.markdown(report.write(pathlib.Path(path), what, args, found)))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from clo_jax.cli import _options as o
 from clo_jax.versions import native_build, versions
 
 HONOURED = (
+    "CLO_JAX_GDRAPI",
     "CLO_JAX_ISA",
     "CLO_JAX_THREADS",
     "JAX_PLATFORMS",
@@ -57,7 +58,11 @@ def check_backends() -> list[Checked]:
 
 
 def auto_choice(backends: list[Checked]) -> tuple[str | None, str]:
-    """(name, why) of the backend that AUTO takes: the first that works, in the order of preference."""
+    """(name, why) of the backend that AUTO takes: the first that works, in the order of preference.
+
+    Args:
+      backends: those that serve programs where JAX runs.
+    """
     skipped = []
     for backend in backends:
         if backend.available:
@@ -72,10 +77,12 @@ def collect() -> dict[str, Any]:
     import jax
 
     from clo_jax import _host, memory
+    from clo_jax.transfer.engine import GPU_BACKENDS
 
     with _console.progress("probing the transfer backends"):
         probed = check_backends()
-    name, why = auto_choice(probed)
+    serving = [backend for backend in probed if jax.default_backend() == "gpu" or backend.name not in GPU_BACKENDS]
+    name, why = auto_choice(serving)
     return {
         "versions": versions(),
         "native": native_build(),

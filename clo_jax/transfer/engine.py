@@ -5,7 +5,7 @@ import dataclasses
 import operator
 import os
 import re
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import jax
 import ml_dtypes
@@ -14,6 +14,7 @@ import numpy as np
 from clo_jax import _host
 from clo_jax.errors import MemoryPlanError, TransferError
 
+GPU_BACKENDS = ("pull", "bar", "staged")  # in the order in which "auto" tries them
 _DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
 
 
@@ -46,9 +47,23 @@ def transfer_errors() -> Iterator[None]:
         raise TransferError(why[1] or why[2]) from error
 
 
-def default_threads() -> int:
-    """Transfer threads when none are asked for: half of the cores that this process may use, 1 to 4."""
-    return max(1, min(4, len(os.sched_getaffinity(0)) // 2))
+def default_threads(backend: str = "host") -> int:
+    """Transfer threads when none are asked for: half of the cores that this process may use, at most 4, or 8 where they
+    feed a GPU."""
+    return max(1, min(4 if backend == "host" else 8, len(os.sched_getaffinity(0)) // 2))
+
+
+def choose_backend() -> tuple[str, tuple[tuple[str, str], ...]]:
+    """What "auto" stands for here: the first backend that works, of those that serve programs where JAX runs them. And
+    (name, why not) of each before it."""
+    skipped = []
+    elsewhere = _host.build_info()["cuda"] and jax.default_backend() != "gpu"
+    for name in GPU_BACKENDS:
+        available, reason = (False, f"JAX runs on {jax.default_backend()}") if elsewhere else _host.find_backend(name)
+        if available:
+            return name, tuple(skipped)
+        skipped.append((name, reason))
+    return "host", tuple(skipped)
 
 
 class Engine:
@@ -61,16 +76,21 @@ class Engine:
       num_slots: slots C of each head in the selected-rows buffer.
       head_dim: D.
       dtype: float32 or bfloat16, of rows.
-      backend: who moves the rows (clo_jax.transfer.backends lists them). "auto" is "pull" when JAX runs on a GPU and
-        this build has it, else "host". "pull" serves programs on the GPU, "host" programs on the CPU.
-      threads: transfer threads; None for half of the cores, at most 4.
+      backend: who moves the rows (clo_jax.transfer.backends lists them). "pull", "bar" and "staged" serve programs on a
+        GPU, "host" programs on the CPU. "auto" is the first of them that works where JAX runs.
+      threads: transfer threads; None for `default_threads`. "pull" has none.
       kv_offload: False keeps rows where they are: attention reads them through the slot table, and nothing moves.
       timeout_s: bound in seconds of every wait for rows.
+      progress: called with (bytes done, bytes in all) while host rows are pinned for a GPU, which takes seconds for
+        tens of gigabytes.
 
     Raises:
-      ValueError: a bad argument, or a backend that is unknown or not in this build.
+      ValueError: a bad argument, or a backend that is unknown or cannot be had here; says why.
       MemoryPlanError: the system refuses the memory; names the bytes needed.
       TransferError: the system refuses the threads.
+
+    Attributes:
+      skipped: (name, why not) of each backend that "auto" would have taken before this one.
     """
 
     def __init__(
@@ -85,12 +105,14 @@ class Engine:
         threads: int | None = None,
         kv_offload: bool = True,
         timeout_s: float = 30.0,
+        progress: Callable[[int, int], None] | None = None,
     ):
         self._native = None
         self._dtype = np.dtype(dtype)
         if self._dtype not in _DTYPES:
             raise ValueError(f"dtype: got {self._dtype}, wanted float32 or bfloat16")
-        self._threads = default_threads() if threads is None else _integer("threads", threads)
+        backend, self.skipped = choose_backend() if backend == "auto" else (str(backend), ())
+        self._threads = default_threads(backend) if threads is None else _integer("threads", threads)
         self._kv_offload = bool(kv_offload)
         self._programs: set[Hashable] = set()
         kv_heads = [_integer("kv_heads", n) for n in kv_heads]
@@ -103,15 +125,17 @@ class Engine:
                 num_slots=_integer("num_slots", num_slots),
                 head_dim=_integer("head_dim", head_dim),
                 bfloat16=self._dtype != np.float32,
-                backend=_resolve(str(backend)),
+                backend=backend,
+                device=jax.local_devices()[0].local_hardware_id if backend in GPU_BACKENDS else -1,
                 threads=self._threads,
                 offload=self._kv_offload,
                 timeout_s=float(timeout_s),
+                progress=progress,
             )
         except MemoryError as error:
             raise MemoryPlanError(str(error)) from error
-        except RuntimeError as error:  # a thread that the system refuses
-            raise TransferError(f"the transfer threads could not be started: {error}") from error
+        except RuntimeError as error:  # a thread that the system refuses, or a device that has failed
+            raise TransferError(f"the transfer engine could not be started: {error}") from error
 
     def _live(self) -> _host.Engine:
         if self._native is None:
@@ -129,9 +153,14 @@ class Engine:
         return self._live().backend
 
     @property
+    def link(self) -> str:
+        """What maps device memory for backend "bar": "libgdrapi" or "Vulkan"; empty for the others."""
+        return self._live().link
+
+    @property
     def threads(self) -> int:
-        """Transfer threads; 0 without kv_offload."""
-        return self._threads if self._kv_offload else 0
+        """Transfer threads; 0 for backend "pull" and without kv_offload."""
+        return self._threads if self._kv_offload and self.backend != "pull" else 0
 
     @property
     def host_bytes(self) -> int:
@@ -317,7 +346,7 @@ class Engine:
         """[B, Ko, S, 2, D] in the engine's dtype, not a copy: rows that prefill and flushes have written."""
         return self._arrays(layer)["host_rows"].view(self._dtype)
 
-    # The arrays below are in device memory for backend pull: there they are copies.
+    # The arrays below are in device memory for the backends of a GPU: there they are copies.
 
     def selected_rows(self, layer: int) -> np.ndarray:
         """[B, Ko, C, 2, D] in the engine's dtype, not a copy: rows that transfers have written."""
@@ -346,14 +375,6 @@ class Engine:
         """Copies of the layer's last request: counts [B, Ko], tokens [B, Ko, C], slots [B, Ko, C], all int32."""
         arrays = self._arrays(layer)
         return tuple(arrays[f"request_{name}"].copy() for name in ("counts", "tokens", "slots"))
-
-
-def _resolve(backend: str) -> str:
-    """What "auto" stands for: the backend whose arenas the kernels of JAX's platform reach."""
-    if backend != "auto":
-        return backend
-    pull = any(name == "pull" and available for name, available, _ in _host.backends())
-    return "pull" if pull and jax.default_backend() == "gpu" else "host"
 
 
 def _integer(name: str, value) -> int:

@@ -39,9 +39,10 @@ constexpr uint32_t error_sequence(uint32_t word) { return word & 0xfffffu; }
 
 #if defined(__CUDACC__)
 
+// Of what the CPU writes through the PCIe BAR (backend bar), too: hence the scope, which costs nothing in device memory.
 __device__ inline uint32_t load_acquire(const uint32_t* word) {
   uint32_t value;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
   return value;
 }
 

@@ -42,6 +42,7 @@ struct EngineRef {
   DeviceCounters* counters;  // null: not counted
   uint64_t timeout_ns;       // of every wait
   TransferControl* control;  // what the transfer kernels need; null with flags
+  bool served_by_threads;    // of the CPU: a post is followed by hand_over (hand_over.h), not by serve_posted
 };
 
 cudaError_t hash_encode(const HashEncodeParams& p, cudaStream_t stream);

@@ -21,6 +21,8 @@ struct TransferControl {
   uint32_t max_delay_us;  // for tests: every delivery is late by a pseudo-random time up to this
   uint32_t seed;
   DeviceCounters counters;
+  const Request* mirrors;  // [layers] in mapped pinned memory, for threads of the CPU (hand_over.h); null for pull
+  uint32_t* doorbells;     // [layers] the same: number of the layer's last request with moves
 };
 
 // What the host tells a resident kernel: one word of mapped pinned memory.

@@ -17,6 +17,22 @@ namespace {
 
 // A smaller block would be rounded up to one huge page that it does not fill.
 constexpr int64_t kHugePage = int64_t{2} << 20;
+constexpr int64_t kPage = 4096;
+
+// Anonymous memory, or null. `aligned`: starts at a huge page, so that all of it can be in huge pages.
+void* map_memory(int64_t bytes, bool aligned) {
+  const int64_t more = aligned ? kHugePage : 0;
+  constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS;
+  void* p = mmap(nullptr, static_cast<size_t>(bytes + more), PROT_READ | PROT_WRITE, kFlags, -1, 0);
+  if (p == MAP_FAILED) return nullptr;
+  if (!aligned) return p;
+  char* const begin = static_cast<char*>(p);
+  const int64_t before = (kHugePage - reinterpret_cast<intptr_t>(p) % kHugePage) % kHugePage;
+  const int64_t end = (before + bytes + kPage - 1) / kPage * kPage;
+  if (before > 0) munmap(begin, static_cast<size_t>(before));
+  if (bytes + more > end) munmap(begin + end, static_cast<size_t>(bytes + more - end));
+  return begin + before;
+}
 
 }  // namespace
 
@@ -28,7 +44,8 @@ int64_t Arena::padded(int64_t count, int64_t element_bytes) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-Arena::Arena(int64_t bytes, const char* purpose, Memory where) : where_(where) {
+Arena::Arena(int64_t bytes, const char* purpose, Memory where, [[maybe_unused]] const Progress& progress)
+    : where_(where) {
   if (bytes == 0) return;
 #if CLO_CUDA_BUILD
   if (where == Memory::kDevice) {
@@ -39,15 +56,15 @@ Arena::Arena(int64_t bytes, const char* purpose, Memory where) : where_(where) {
 #else
   if (where != Memory::kHost) throw std::logic_error("arena: this build knows host memory only");
 #endif
-  void* p = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (p == MAP_FAILED)
+  void* p = map_memory(bytes, where == Memory::kMapped && bytes >= 2 * kHugePage);
+  if (p == nullptr)
     throw OutOfMemory(std::string(purpose) + ": " + std::to_string(bytes) + " bytes needed, " + std::strerror(errno));
   // Only advice: without huge pages the arena works all the same.
   if (bytes >= 2 * kHugePage) madvise(p, static_cast<size_t>(bytes), MADV_HUGEPAGE);
 #if CLO_CUDA_BUILD
   if (where == Memory::kMapped) {
     try {
-      device_map(p, bytes, purpose);
+      device_map(p, bytes, purpose, progress);
     } catch (...) {
       munmap(p, static_cast<size_t>(bytes));
       throw;
@@ -58,10 +75,23 @@ Arena::Arena(int64_t bytes, const char* purpose, Memory where) : where_(where) {
   size_ = bytes;
 }
 
+Arena::Arena(int64_t bytes, const char* purpose, WindowSource& windows) : where_(Memory::kDevice) {
+  if (bytes == 0) return;
+  try {
+    window_ = windows.open(bytes);
+  } catch (const std::runtime_error& e) {
+    throw OutOfMemory("device memory of " + std::string(purpose) + ": " + std::to_string(bytes) + " bytes needed, " +
+                      e.what());
+  }
+  data_ = window_->device();
+  size_ = bytes;
+  fill(data_, 0, bytes);
+}
+
 Arena::~Arena() { release(); }
 
 void Arena::release() noexcept {
-  if (data_ == nullptr) return;
+  if (data_ == nullptr || window_ != nullptr) return;
 #if CLO_CUDA_BUILD
   if (where_ == Memory::kDevice) {
     device_free(data_);
@@ -79,6 +109,7 @@ Arena& Arena::operator=(Arena&& other) noexcept {
   std::swap(size_, other.size_);
   std::swap(used_, other.used_);
   std::swap(where_, other.where_);
+  std::swap(window_, other.window_);
   return *this;
 }
 

@@ -3,8 +3,12 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <new>
 #include <string>
+
+#include "host/backends/window.h"
 
 namespace clo {
 
@@ -24,6 +28,9 @@ enum class Memory {
   kDevice,  // of the GPU, which the host does not reach
 };
 
+// Called while memory is touched and pinned, which takes seconds for tens of gigabytes: bytes done, and of how many.
+using Progress = std::function<void(int64_t done, int64_t total)>;
+
 class Arena {
  public:
   static constexpr int64_t kAlignment = 64;
@@ -33,7 +40,9 @@ class Arena {
 
   Arena() = default;
   // Zeroed; host memory in huge pages where the system grants them. Throws OutOfMemory.
-  Arena(int64_t bytes, const char* purpose, Memory where = Memory::kHost);
+  Arena(int64_t bytes, const char* purpose, Memory where = Memory::kHost, const Progress& progress = {});
+  // Device memory behind a window. Throws OutOfMemory.
+  Arena(int64_t bytes, const char* purpose, WindowSource& windows);
   ~Arena();
   Arena(Arena&& other) noexcept;
   Arena& operator=(Arena&& other) noexcept;
@@ -41,6 +50,7 @@ class Arena {
   Arena& operator=(const Arena&) = delete;
 
   int64_t size() const { return size_; }
+  const Window* window() const { return window_.get(); }
 
   // The next array of the arena. The sum of padded() over all calls must not exceed the size: else std::logic_error.
   template <typename T>
@@ -59,6 +69,7 @@ class Arena {
   int64_t size_ = 0;
   int64_t used_ = 0;
   Memory where_ = Memory::kHost;
+  std::unique_ptr<Window> window_;
 };
 
 }  // namespace clo

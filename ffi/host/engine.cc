@@ -5,10 +5,16 @@
 #include <utility>
 
 #include "host/backends/backend.h"
+#include "host/backends/window.h"
 #include "host/layers.h"
 #include "host/transfers.h"
 #if CLO_CUDA_BUILD
+#include <optional>
+
+#include "host/cuda/device_guard.h"
 #include "host/cuda/pull_transfers.h"
+#include "host/cuda/served_transfers.h"
+#include "host/cuda/windows.h"
 #endif
 
 namespace clo {
@@ -27,33 +33,74 @@ EngineConfig checked(EngineConfig c) {
   require(c.head_dim > 0, "head_dim", c.head_dim, "a positive integer");
   require(c.threads > 0 && c.threads <= 1024, "threads", c.threads, "an integer in [1, 1024]");
   if (!(c.timeout_s > 0 && c.timeout_s <= 1e6)) throw std::invalid_argument("timeout_s: wanted a number in (0, 1e6]");
+  return c;
+}
+
+EngineConfig resolved(EngineConfig c) {
   c.backend = resolve_backend(c.backend);
   return c;
 }
 
-std::unique_ptr<TransferService> make_transfers(const EngineConfig& c, const std::vector<LayerView>& views) {
+// Where the selected rows of backend bar come from; null for the others.
+std::shared_ptr<WindowSource> open_windows([[maybe_unused]] EngineConfig* c) {
 #if CLO_CUDA_BUILD
-  if (Layers::on_device(c)) return std::make_unique<PullTransfers>(c, views);
+  if (c->backend == "bar" && c->offload) {
+    FoundWindows found = find_windows();
+    c->link = found.source->name();
+    return std::move(found.source);
+  }
 #endif
-  return std::make_unique<Transfers>(c.offload ? c.backend : "", views, c.threads, c.timeout_s);
+  return nullptr;
+}
+
+std::unique_ptr<TransferService> make_transfers(const EngineConfig& c, const Layers& layers,
+                                                [[maybe_unused]] WindowSource* windows) {
+#if CLO_CUDA_BUILD
+  if (Layers::by_threads(c)) return std::make_unique<ServedTransfers>(c, layers, windows);
+  if (Layers::on_device(c)) return std::make_unique<PullTransfers>(c, layers.views());
+#endif
+  return std::make_unique<Transfers>(c.offload ? c.backend : "none", c.offload ? make_host_backend() : nullptr,
+                                     layers.views(), c.threads, c.timeout_s);
 }
 
 }  // namespace
 
 struct Engine::Impl {
   explicit Impl(EngineConfig c)
-      : config(checked(std::move(c))),
-        layers(config),
-        transfers(make_transfers(config, layers.views())) {}
+      : config(std::move(c)),
+        windows(open_windows(&config)),
+        layers(config, windows.get()),
+        transfers(make_transfers(config, layers, windows.get())) {}
 
-  const EngineConfig config;
+  EngineConfig config;
+  const std::shared_ptr<WindowSource> windows;
   Layers layers;
   mutable std::mutex mutex;  // of counters, which kernels report; the transfers count theirs
   Counters counters;
   std::unique_ptr<TransferService> transfers;  // last: it ends before anything above goes
 };
 
-Engine::Engine(EngineConfig config) : impl_(std::make_unique<Impl>(std::move(config))) {}
+#if CLO_CUDA_BUILD
+namespace {
+
+// The device of the config, made the current one while the engine is made.
+std::optional<DeviceGuard> use_device(const EngineConfig& c) {
+  if (c.device < 0) return std::nullopt;
+  return std::optional<DeviceGuard>(std::in_place, static_cast<int>(c.device));
+}
+
+}  // namespace
+#endif
+
+Engine::Engine(EngineConfig config) {
+  config = checked(std::move(config));
+#if CLO_CUDA_BUILD
+  const auto guard = use_device(config);
+#endif
+  impl_ = std::make_unique<Impl>(resolved(std::move(config)));
+}
+
+Engine::Engine(EngineConfig config, Unprobed) : impl_(std::make_unique<Impl>(checked(std::move(config)))) {}
 Engine::~Engine() = default;
 
 const EngineConfig& Engine::config() const { return impl_->config; }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -26,6 +27,9 @@ struct EngineConfig {
   double timeout_s = 30.0;  // bound of every wait
   bool offload = true;      // false: rows stay put and attention reads them through the slot table; no threads
   std::string backend = "auto";
+  int64_t device = -1;      // ordinal of the GPU that CUDA knows it by; -1: the calling thread's current one
+  std::function<void(int64_t done, int64_t total)> progress;  // bytes of host rows that are pinned; may be empty
+  std::string link;         // out: what maps device memory for backend bar, else empty
 };
 
 struct Counters {
@@ -44,11 +48,14 @@ struct Counters {
 class Engine {
  public:
   explicit Engine(EngineConfig config);  // throws std::invalid_argument, OutOfMemory (a std::bad_alloc)
+  // The same without a look at whether the backend works here; for the probe that finds that out.
+  enum Unprobed { kUnprobed };
+  Engine(EngineConfig config, Unprobed);
   ~Engine();                             // closes, frees
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  const EngineConfig& config() const;  // with the backend that "auto" stood for
+  const EngineConfig& config() const;  // with the backend that "auto" stood for, and its device
   LayerView layer(int64_t index) const;  // throws std::out_of_range
   int64_t host_bytes() const;            // host rows and requests
   int64_t device_bytes() const;          // selected rows and slot tables; without offload the rows too

@@ -2,11 +2,14 @@
 // clo_jax/ops and clo_jax/transfer; nothing else imports this module.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <initializer_list>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -107,13 +110,17 @@ nb::list backends() {
   return list;
 }
 
+std::pair<bool, std::string> find_backend(const std::string& name) {
+  const clo::BackendInfo found = clo::find_backend(name);
+  return {found.available, found.reason};
+}
+
 nb::dict build_info() {
   nb::dict info;
   info["jaxlib"] = CLO_JAXLIB_VERSION;
   info["compiler"] = CLO_COMPILER;
   info["build_type"] = CLO_BUILD_TYPE;
   info["cuda"] = static_cast<bool>(CLO_CUDA_BUILD);
-  info["backends"] = backends();
   return info;
 }
 
@@ -121,7 +128,8 @@ nb::dict build_info() {
 class Handle {
  public:
   Handle(std::vector<int64_t> kv_heads, int64_t batch, int64_t max_tokens, int64_t num_slots, int64_t head_dim,
-         bool bfloat16, std::string backend, int64_t threads, bool offload, double timeout_s) {
+         bool bfloat16, std::string backend, int64_t device, int64_t threads, bool offload, double timeout_s,
+         std::optional<nb::callable> progress) {
     clo::EngineConfig c;
     c.kv_heads = std::move(kv_heads);
     c.batch = batch;
@@ -130,9 +138,15 @@ class Handle {
     c.head_dim = head_dim;
     c.dtype = bfloat16 ? clo::DType::kBF16 : clo::DType::kF32;
     c.backend = std::move(backend);
+    c.device = device;
     c.threads = threads;
     c.offload = offload;
     c.timeout_s = timeout_s;
+    if (progress)
+      c.progress = [&progress](int64_t done, int64_t total) {
+        nb::gil_scoped_acquire locked;
+        (*progress)(done, total);
+      };
     engine_ = std::make_shared<clo::Engine>(std::move(c));
     number_ = clo::register_engine(engine_);
   }
@@ -232,13 +246,14 @@ nb::dict counters(const Handle& h) {
 void bind_engine(nb::module_& m) {
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;  // for whatever may block or take long
   nb::class_<Handle>(m, "Engine")
-      .def(nb::init<std::vector<int64_t>, int64_t, int64_t, int64_t, int64_t, bool, std::string, int64_t, bool,
-                    double>(),
+      .def(nb::init<std::vector<int64_t>, int64_t, int64_t, int64_t, int64_t, bool, std::string, int64_t, int64_t,
+                    bool, double, std::optional<nb::callable>>(),
            Unlocked(), nb::kw_only(), nb::arg("kv_heads"), nb::arg("batch"), nb::arg("max_tokens"),
-           nb::arg("num_slots"), nb::arg("head_dim"), nb::arg("bfloat16"), nb::arg("backend"), nb::arg("threads"),
-           nb::arg("offload"), nb::arg("timeout_s"))
+           nb::arg("num_slots"), nb::arg("head_dim"), nb::arg("bfloat16"), nb::arg("backend"), nb::arg("device"),
+           nb::arg("threads"), nb::arg("offload"), nb::arg("timeout_s"), nb::arg("progress").none())
       .def_prop_ro("handle", &Handle::number)
       .def_prop_ro("backend", [](const Handle& h) { return h.engine().config().backend; })
+      .def_prop_ro("link", [](const Handle& h) { return h.engine().config().link; })
       .def_prop_ro("host_bytes", [](const Handle& h) { return h.engine().host_bytes(); })
       .def_prop_ro("device_bytes", [](const Handle& h) { return h.engine().device_bytes(); })
       .def("post", [](const Handle& h, int64_t layer) { return h.engine().post(layer); }, Unlocked())
@@ -271,10 +286,11 @@ NB_MODULE(_host, m) {
   m.def("attend_workspace", &attend_workspace, nb::kw_only(), nb::arg("batch"), nb::arg("offloaded"),
         nb::arg("resident"), nb::arg("group"), nb::arg("head_dim"), nb::arg("bits"),
         "Bytes of scratch that clo_attend wants as its last result.");
-  m.def("instruction_set", &clo::isa_name, "Instruction set of the CPU kernels: generic, avx2 or avx512 (CLO_JAX_ISA overrides).");
-  m.def("backends", &backends, "(name, available, reason) of every transfer backend, in the order of \"auto\".");
+  m.def("backends", &backends,
+        "(name, available, reason) of every transfer backend in the order of \"auto\", each after a copy of some rows.");
+  m.def("find_backend", &find_backend, nb::arg("name"), "(available, reason) of one of them.");
   m.def("instruction_set", [] { return std::string(clo::isa_name()); },
         "Of the CPU kernels: generic, avx2 or avx512. ValueError when CLO_JAX_ISA names none that works here.");
-  m.def("build_info", &build_info, "How this module was built: jaxlib headers, compiler, build type, CUDA, backends.");
+  m.def("build_info", &build_info, "How this module was built: jaxlib headers, compiler, build type, CUDA.");
   bind_engine(m);
 }

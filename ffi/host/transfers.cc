@@ -8,10 +8,6 @@
 namespace clo {
 namespace {
 
-// A round trip through a condition variable costs about this long on two cores. Whoever spins yields all the while: on a
-// busy machine both sides are often on one core, where a spin without it holds up just what it waits for (measured, one
-// row from post to ready with 11 runnable tasks on two cores: 106 us without, 3 us with).
-constexpr auto kSpin = std::chrono::microseconds(50);
 constexpr int64_t kMinChunkBytes = int64_t{16} << 10;
 constexpr int64_t kMaxChunkBytes = int64_t{256} << 10;
 constexpr int64_t kChunksPerThread = 4;  // so that a thread that is late holds up a fraction of its share only
@@ -22,21 +18,22 @@ std::string seconds(double s) {
   return text;
 }
 
-uint64_t count_moves(const LayerView& v) {
+}  // namespace
+
+uint64_t Transfers::count_moves(const LayerView& v) {
   uint64_t rows = 0;
   for (int64_t h = 0; h < v.batch * v.kv_heads; ++h) rows += static_cast<uint64_t>(v.request.counts[h]);
   return rows;
 }
 
-}  // namespace
-
-Transfers::Transfers(const std::string& backend, const std::vector<LayerView>& views, int64_t threads,
-                     double timeout_s)
-    : name_(backend.empty() ? "none" : backend),
+Transfers::Transfers(const std::string& name, std::unique_ptr<Backend> backend, const std::vector<LayerView>& views,
+                     int64_t threads, double timeout_s)
+    : name_(name),
       views_(views),
-      num_threads_(backend.empty() ? 0 : threads),
+      num_threads_(backend == nullptr ? 0 : threads),
       timeout_s_(timeout_s),
-      backend_(backend.empty() ? nullptr : make_backend(backend)),
+      backend_(std::move(backend)),
+      remote_(backend_ == nullptr ? nullptr : backend_->remote()),
       flags_(new Flag[views.size()]),
       queue_(static_cast<int64_t>(views.size())),
       chunks_(views.size()) {
@@ -54,11 +51,12 @@ void Transfers::restart() {
     for (size_t i = 0; i < views_.size(); ++i) {
       const uint64_t last = queue_.posted(static_cast<int64_t>(i));
       flags_[i].ready.store(last, std::memory_order_release);
+      chunks_[i].taken = 0;
     }
     ++generation_;
     failure_.clear();
     failed_ = stopping_ = false;
-    wake_ = false;
+    wake_ = watched_ = hot_ = false;
   }
   if (backend_ == nullptr) return;
   backend_->start();
@@ -103,11 +101,23 @@ void Transfers::close() {
 
 void Transfers::abort(const std::string& why) {
   Lock lock(mutex_);
-  fail("aborted: " + why);
+  // Of a remote backend: what somebody may be waiting for.
+  int64_t layer = 0;
+  for (size_t i = 0; i < views_.size(); ++i)
+    if (queue_.outstanding(static_cast<int64_t>(i))) layer = static_cast<int64_t>(i);
+  fail("aborted: " + why, layer, chunks_[static_cast<size_t>(layer)].taken);
 }
 
-void Transfers::fail(const std::string& why) {
-  if (!failed_) failure_ = why;
+std::string Transfers::failure() const {
+  Lock lock(mutex_);
+  return failure_;
+}
+
+void Transfers::fail(const std::string& why, int64_t layer, uint64_t sequence) {
+  if (!failed_) {
+    failure_ = why;
+    if (remote_ != nullptr) remote_->give_up(layer, static_cast<uint32_t>(sequence));
+  }
   failed_ = true;
   wake_ = true;
   work_.notify_all();
@@ -123,7 +133,7 @@ void Transfers::cut(int64_t layer) {
   c.begin.clear();
   const int64_t share = static_cast<int64_t>(c.rows) * row_bytes(v) / (kChunksPerThread * num_threads_);
   const int64_t rows_per_chunk = std::max<int64_t>(1, std::clamp(share, kMinChunkBytes, kMaxChunkBytes) / row_bytes(v));
-  int64_t room = 0;
+  int64_t room = 0, row = 0;
   for (int64_t head = 0; head < v.batch * v.kv_heads; ++head) {
     for (int64_t first = 0, count = v.request.counts[head]; first < count;) {
       if (room == 0) {
@@ -131,8 +141,9 @@ void Transfers::cut(int64_t layer) {
         room = rows_per_chunk;
       }
       const int64_t n = std::min(room, count - first);
-      c.jobs.push_back({head, first, first + n});
+      c.jobs.push_back({head, first, first + n, row});
       first += n;
+      row += n;
       room -= n;
     }
   }
@@ -187,12 +198,18 @@ std::string Transfers::describe(int64_t layer, uint64_t sequence) const {
   return "layer " + std::to_string(layer) + ", backend " + name_ + ", request " + std::to_string(sequence);
 }
 
+// How a claimed request is called in messages, and towards a remote backend.
+uint64_t Transfers::number(const TransferQueue::Claim& claim) const {
+  return remote_ == nullptr ? claim.sequence : chunks_[static_cast<size_t>(claim.layer)].taken;
+}
+
 void Transfers::run(int64_t thread) {
+  if (backend_ != nullptr) backend_->enter();
   Lock lock(mutex_);
   while (await_work(lock)) {
     const TransferQueue::Claim claim = queue_.claim();
     wake_ = queue_.has_work();
-    if (wake_) work_.notify_one();
+    if (wake_ || remote_ != nullptr) work_.notify_one();  // with a remote backend also to look out
     lock.unlock();
     std::string error;
     try {
@@ -203,23 +220,42 @@ void Transfers::run(int64_t thread) {
       error = "unknown exception";
     }
     lock.lock();
+    try {
+      if (error.empty() && queue_.finish(claim)) deliver(claim, lock);
+    } catch (const std::exception& e) {
+      error = e.what();
+    }
     if (!error.empty()) {
       fail("transfer thread " + std::to_string(thread) + " died while it served " +
-           describe(claim.layer, claim.sequence) + ": " + error);
+               describe(claim.layer, number(claim)) + ": " + error,
+           claim.layer, number(claim));
       return;
-    }
-    if (queue_.finish(claim)) {
-      const size_t i = static_cast<size_t>(claim.layer);
-      counters_.rows_moved += chunks_[i].rows;
-      counters_.bytes_moved += chunks_[i].rows * static_cast<uint64_t>(row_bytes(views_[i]));
-      flags_[i].ready.store(claim.sequence, std::memory_order_release);
-      delivered_.notify_all();
     }
   }
 }
 
+void Transfers::deliver(const TransferQueue::Claim& claim, Lock& lock) {
+  const size_t i = static_cast<size_t>(claim.layer);
+  counters_.rows_moved += chunks_[i].rows;
+  counters_.bytes_moved += chunks_[i].rows * static_cast<uint64_t>(row_bytes(views_[i]));
+  if (remote_ != nullptr) {
+    // Nobody posts to this layer before it is published, so what it has here stays as it is.
+    const bool late = failed_;
+    lock.unlock();
+    struct Relock {
+      Lock& lock;
+      ~Relock() { lock.lock(); }
+    } relock{lock};
+    if (!late) remote_->publish(claim.layer, static_cast<uint32_t>(number(claim)));
+    return;
+  }
+  flags_[i].ready.store(claim.sequence, std::memory_order_release);
+  delivered_.notify_all();
+}
+
 // True: the queue has work and the mutex is held. False: end. After a failure threads stay idle until the reset.
 bool Transfers::await_work(Lock& lock) {
+  if (remote_ != nullptr) return await_remote_work(lock);
   const auto ready = [this] { return stopping_ || (!failed_ && queue_.has_work()); };
   if (!ready() && !failed_) {
     lock.unlock();
@@ -236,7 +272,7 @@ void Transfers::serve(const TransferQueue::Claim& claim) {
   const size_t i = static_cast<size_t>(claim.layer), c = static_cast<size_t>(claim.chunk);
   const Chunks& chunks = chunks_[i];
   const size_t first = chunks.begin[c], last = chunks.begin[c + 1];
-  backend_->serve(views_[i], chunks.jobs.data() + first, static_cast<int64_t>(last - first));
+  backend_->serve(claim.layer, views_[i], chunks.jobs.data() + first, static_cast<int64_t>(last - first));
 }
 
 void Transfers::inject() {

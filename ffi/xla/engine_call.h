@@ -8,8 +8,8 @@
 #include "host/engine.h"
 #include "xla/common.h"
 #if CLO_CUDA_BUILD
+#include "cuda/hand_over.h"
 #include "cuda/kernels.h"
-#include "cuda/pull.h"
 #endif
 
 namespace clo {
@@ -79,7 +79,8 @@ inline ffi::Error find_device_layer(const std::string& op, int64_t handle, ffi::
   if (ffi::Error error = find_open_engine(op, handle, &out->engine); error.failure()) return error;
   const cuda::EngineRef* ref = out->engine->device();
   if (ref == nullptr)
-    return invalid(op, "a program on the GPU needs backend pull, the engine's is " + out->engine->config().backend);
+    return invalid(op, "a program on the GPU needs backend pull, bar or staged, the engine's is " +
+                           out->engine->config().backend);
   if (layer.element_count() != 1) return invalid(op, "layer must be int32[1]");
   out->ref = *ref;
   out->ref.layer.index = layer.typed_data();

@@ -169,7 +169,7 @@ constexpr auto run_on_stream = [](cudaStream_t stream, auto... arguments) -> ffi
   if (ffi::Error error = launched("prefetch", cuda::prefetch(p, engine.ref, call.workspace, stream)); error.failure())
     return error;
   if (engine.ref.flags == nullptr) return ffi::Error::Success();
-  return launched("prefetch", cuda::serve_posted(engine.ref, stream));
+  return launched("prefetch", cuda::follow_post(engine.ref, stream));
 };
 #endif
 

@@ -63,10 +63,11 @@ def test_contexts_within_the_tail_equal_full_attention(llama, length):
     ],
     ids=lambda c: "-".join(f"{k}={v}" for k, v in c.items()) or "default",
 )
-def test_offload_changes_no_token(llama, changes):
+@pytest.mark.parametrize("backend", tiny.BACKENDS)
+def test_offload_changes_no_token(llama, backend, changes):
     clo = dataclasses.replace(SMALL, **changes)
     prompts = [tiny.prompt(300), tiny.prompt(150, seed=5)]
-    with tiny.clo_policy(tiny.LLAMA, clo, 2, 512, threads=2) as (policy, engine):
+    with tiny.clo_policy(tiny.LLAMA, clo, 2, 512, threads=2, backend=backend) as (policy, engine):
         engine.inject_delay(300, seed=1)
         moved = tiny.run(tiny.LLAMA, llama, policy, engine, prompts, 64)
         assert engine.counters().rows_moved > 0
@@ -77,9 +78,10 @@ def test_offload_changes_no_token(llama, changes):
 
 
 @pytest.mark.parametrize("sparsity", [0.02, 0.1, 0.5, 1.0])
-def test_offload_changes_no_token_over_two_thousand_steps(llama, sparsity):
+@pytest.mark.parametrize("backend", tiny.BACKENDS)
+def test_offload_changes_no_token_over_two_thousand_steps(llama, backend, sparsity):
     prompts, clo = [tiny.prompt(300)], dataclasses.replace(SMALL, sparsity=sparsity)
-    with tiny.clo_policy(tiny.LLAMA, clo, 1, 2304, threads=3) as (policy, engine):
+    with tiny.clo_policy(tiny.LLAMA, clo, 1, 2304, threads=3, backend=backend) as (policy, engine):
         engine.inject_delay(500, seed=2)
         moved = tiny.run(tiny.LLAMA, llama, policy, engine, prompts, 2000)
         assert engine.counters().rows_moved == engine.counters().rows_posted > 0

@@ -3,22 +3,18 @@
 #include <cstring>
 
 #include "host/backends/backend.h"
+#include "host/backends/gather_rows.h"
 
 namespace clo {
 namespace {
 
-constexpr int64_t kCacheLine = 64;
 // Source rows are scattered over gigabytes: every row misses the caches and often the TLB. A few rows ahead cover that
 // latency without overrunning the line-fill buffers.
 constexpr int64_t kRowsAhead = 8;
 
-void prefetch_row(const char* row, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += kCacheLine) __builtin_prefetch(row + i);
-}
-
 class HostBackend : public Backend {
  public:
-  void serve(const LayerView& view, const Job* jobs, int64_t count) override {
+  void serve(int64_t, const LayerView& view, const Job* jobs, int64_t count) override {
     const int64_t bytes = row_bytes(view), S = view.max_tokens, C = view.num_slots;
     for (const Job* job = jobs; job != jobs + count; ++job) {
       const char* from = static_cast<const char*>(view.host_rows) + job->head * S * bytes;

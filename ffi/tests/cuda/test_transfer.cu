@@ -1,5 +1,5 @@
-// Backend `pull` on a GPU: the right rows arrive under random requests, with and without a resident kernel, posted by the
-// host and by kernels; every wait ends; the GPU serves again afterwards.
+// Backends `pull`, `bar` and `staged` on a GPU: the right rows arrive under random requests, within begin() and end()
+// and without, posted by the host and by kernels; every wait ends; the GPU serves again afterwards.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -11,51 +11,14 @@
 #include <vector>
 
 #include "cuda/check.h"
-#include "cuda/flags.cuh"
-#include "cuda/pull.h"
-#include "host/engine.h"
+#include "host/backends/backend.h"
 #include "tests/check.h"
+#include "tests/cuda/transfer_program.h"
 
 using namespace clo;
+using namespace clo::test;
 
 namespace {
-
-struct Shape {
-  std::vector<int64_t> kv_heads;
-  int64_t batch, tokens, slots, head_dim;
-  DType dtype;
-};
-
-EngineConfig config_of(const Shape& s, double timeout_s = 20.0) {
-  EngineConfig c;
-  c.kv_heads = s.kv_heads;
-  c.batch = s.batch;
-  c.max_tokens = s.tokens;
-  c.num_slots = s.slots;
-  c.head_dim = s.head_dim;
-  c.dtype = s.dtype;
-  c.timeout_s = timeout_s;
-  c.backend = "pull";
-  return c;
-}
-
-// Every 32-bit word of the host rows is another value.
-__host__ __device__ uint32_t pattern(uint32_t layer, uint64_t word) {
-  uint64_t x = (word + 1) * 0x9e3779b97f4a7c15ull + layer;
-  x = (x ^ x >> 31) * 0xbf58476d1ce4e5b9ull;
-  return static_cast<uint32_t>(x >> 32);
-}
-
-uint64_t words(const LayerView& v, int64_t rows) { return static_cast<uint64_t>(rows * row_bytes(v) / 4); }
-
-void fill_host(const Engine& engine, int64_t layers) {
-  for (int64_t i = 0; i < layers; ++i) {
-    const LayerView v = engine.layer(i);
-    auto* rows = static_cast<uint32_t*>(v.host_rows);
-    for (uint64_t w = 0; w < words(v, v.batch * v.kv_heads * v.max_tokens); ++w)
-      rows[w] = pattern(static_cast<uint32_t>(i), w);
-  }
-}
 
 // A request of random moves on the host, written to the layer's, and its effect on a mirror of the selected rows.
 void stage(const Engine& engine, int64_t layer, std::mt19937_64& random, std::vector<char>* mirror) {
@@ -95,12 +58,12 @@ void test_rows_posted_by_the_host(const Shape& shape, bool resident) {
   fill_host(engine, layers);
   std::mt19937_64 random(1);
   std::vector<std::vector<char>> mirror(static_cast<size_t>(layers));
-  constexpr int64_t kRounds = 12;
+  const int64_t rounds = serialised ? 3 : 12;
   int64_t ring = 0;
   for (int64_t heads : shape.kv_heads) ring += heads > 0;
   engine.inject_delay(30, 7);
-  if (resident) engine.begin(ring * kRounds);
-  for (int64_t round = 0; round < kRounds; ++round) {
+  if (resident) engine.begin(ring * rounds);
+  for (int64_t round = 0; round < rounds; ++round) {
     for (int64_t i = 0; i < layers; ++i) {
       if (shape.kv_heads[static_cast<size_t>(i)] == 0) continue;
       stage(engine, i, random, &mirror[static_cast<size_t>(i)]);
@@ -116,103 +79,6 @@ void test_rows_posted_by_the_host(const Shape& shape, bool resident) {
   engine.clear_counters();
   CHECK(engine.counters().rows_moved == 0);
 }
-
-// --- a program of kernels ----------------------------------------
-
-__device__ uint32_t mix(uint32_t x) {
-  x = (x ^ x >> 16) * 0x7feb352du;
-  x = (x ^ x >> 15) * 0x846ca68bu;
-  return x ^ x >> 16;
-}
-
-// As a prefetch: a request that depends on the step, then the post.
-__global__ void produce(cuda::EngineRef engine, uint32_t step) {
-  const int32_t layer = *engine.layer.index;
-  const LayerView& v = engine.layer.views[layer];
-  const int64_t heads = v.batch * v.kv_heads, C = v.num_slots;
-  for (int64_t i = threadIdx.x; i < heads * C; i += blockDim.x) {
-    const uint32_t h = static_cast<uint32_t>(i / C), j = static_cast<uint32_t>(i % C);
-    const uint32_t count = mix(step * 977u + static_cast<uint32_t>(layer) * 31u + h) % static_cast<uint32_t>(C + 1);
-    if (j == 0) v.request.counts[h] = static_cast<int32_t>(h % 3 == step % 3 ? 0 : count);
-    v.request.tokens[i] = static_cast<int32_t>(mix(step * 131u + static_cast<uint32_t>(i)) %
-                                               static_cast<uint32_t>(v.max_tokens));
-    v.request.slots[i] = static_cast<int32_t>((j * 7u + step) % static_cast<uint32_t>(C));  // C is no multiple of 7
-  }
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  __threadfence();
-  cuda::post(engine.flags + layer);
-}
-
-// As attention: waits, then compares what the request asked for with the rows that are there.
-__global__ void consume(cuda::EngineRef engine, unsigned long long* wrong) {
-  __shared__ bool ready;
-  const int32_t layer = *engine.layer.index;
-  if (threadIdx.x == 0) ready = cuda::wait_ready(engine.flags + layer, engine.timeout_ns, engine.error);
-  __syncthreads();
-  if (!ready) return;
-  const LayerView& v = engine.layer.views[layer];
-  const int64_t heads = v.batch * v.kv_heads, C = v.num_slots, row_words = row_bytes(v) / 4;
-  const auto* rows = static_cast<const uint32_t*>(v.selected_rows);
-  for (int64_t i = threadIdx.x; i < heads * C; i += blockDim.x) {
-    const int64_t h = i / C;
-    if (i % C >= v.request.counts[h]) continue;
-    for (int64_t w = 0; w < row_words; ++w) {
-      const uint64_t source = static_cast<uint64_t>((h * v.max_tokens + v.request.tokens[i]) * row_words + w);
-      const uint32_t got = rows[(h * C + v.request.slots[i]) * row_words + w];
-      if (got != pattern(static_cast<uint32_t>(layer), source)) atomicAdd(wrong, 1ull);
-    }
-  }
-}
-
-struct Program {
-  explicit Program(const Engine& engine, int64_t layers) : ref(*engine.device()), layers(layers) {
-    CLO_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    CLO_CUDA_CHECK(cudaMalloc(&wrong, sizeof *wrong));
-    CLO_CUDA_CHECK(cudaMalloc(&numbers, static_cast<size_t>(layers) * 4));
-    std::vector<int32_t> n;
-    for (int32_t i = 0; i < layers; ++i) n.push_back(i);
-    CLO_CUDA_CHECK(cudaMemcpy(numbers, n.data(), n.size() * 4, cudaMemcpyHostToDevice));
-    CLO_CUDA_CHECK(cudaMemset(wrong, 0, sizeof *wrong));
-    CLO_CUDA_CHECK(cudaDeviceSynchronize());
-    cudaFuncAttributes attributes;
-    CLO_CUDA_CHECK(cudaFuncGetAttributes(&attributes, produce));
-    CLO_CUDA_CHECK(cudaFuncGetAttributes(&attributes, consume));
-  }
-  ~Program() {
-    cudaStreamDestroy(stream);
-    cudaFree(wrong);
-    cudaFree(numbers);
-  }
-  cuda::EngineRef of(int64_t layer) const {
-    cuda::EngineRef r = ref;
-    r.layer.index = numbers + layer;
-    return r;
-  }
-  // One layer ahead, as a decode step.
-  void step(uint32_t n) {
-    for (int64_t l = 0; l <= layers; ++l) {
-      if (l < layers) {
-        produce<<<1, 1024, 0, stream>>>(of(l), n);
-        CLO_CUDA_CHECK(cuda::serve_posted(of(l), stream));
-      }
-      if (l > 0) consume<<<1, 1024, 0, stream>>>(of(l - 1), wrong);
-    }
-  }
-  unsigned long long mismatches() const {
-    CLO_CUDA_CHECK(cudaStreamSynchronize(stream));
-    unsigned long long n = 0;
-    CLO_CUDA_CHECK(cudaMemcpy(&n, wrong, sizeof n, cudaMemcpyDeviceToHost));
-    return n;
-  }
-
-  cuda::EngineRef ref;
-  int64_t layers;
-  cudaStream_t stream = nullptr;
-  unsigned long long* wrong = nullptr;
-  int32_t* numbers = nullptr;
-};
-
 const Shape kProgramShape{{2, 3, 1}, 2, 3000, 96, 128, DType::kBF16};
 
 void test_rows_posted_by_kernels(bool resident, int64_t delay_us, uint32_t steps) {
@@ -255,6 +121,10 @@ void check_usable(Engine& engine) {
 
 bool contains(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }
 
+std::string request_name(int layer, int request) {
+  return "layer " + std::to_string(layer) + ", backend " + backend + ", request " + std::to_string(request);
+}
+
 void test_abort() {
   Engine engine(config_of(kProgramShape));
   fill_host(engine, 3);
@@ -264,14 +134,32 @@ void test_abort() {
   CHECK(program.mismatches() == 0);
   engine.abort("the test says so");
   std::string why = engine.end();
-  CHECK(contains(why, "backend pull") && contains(why, "aborted: the test says so"));
-  CHECK(contains(why, "layer 0, backend pull, request 2"));
+  CHECK(contains(why, "aborted: the test says so"));
+  CHECK(contains(why, request_name(0, by_threads() ? 1 : 2).c_str()));
   program.step(1);  // a program that comes too late gives up at once
   CLO_CUDA_CHECK(cudaStreamSynchronize(program.stream));
   CHECK(contains(engine.wait(1), "aborted"));
   check_usable(engine);
   engine.abort("between programs");
   CHECK(contains(engine.end(), "aborted: between programs"));
+  check_usable(engine);
+}
+
+// An abort while a kernel waits for rows that are not coming.
+void test_abort_of_a_wait() {
+  Engine engine(config_of(kProgramShape));
+  fill_host(engine, 3);
+  Program program(engine, 3);
+  engine.inject_delay(1'000'000'000, 1);
+  const auto start = std::chrono::steady_clock::now();
+  engine.begin(300);
+  program.step(0);
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  engine.abort("enough");
+  const std::string why = engine.end();
+  CHECK(contains(why, "aborted: enough") && contains(why, ("backend " + backend).c_str()));
+  CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(5));
+  engine.inject_delay(0, 0);
   check_usable(engine);
 }
 
@@ -283,19 +171,61 @@ void test_time_limits() {
   engine.begin(3);
   std::this_thread::sleep_for(std::chrono::milliseconds(300));
   const std::string idle = engine.end();
-  CHECK(contains(idle, "layer 0, backend pull, request 1: not posted in time (limit 0.100 s)"));
+  // Threads wait for as long as the program likes.
+  if (by_threads()) CHECK(idle.empty());
+  else CHECK(contains(idle, "layer 0, backend pull, request 1: not posted in time (limit 0.100 s)"));
   check_usable(engine);
   // Posted, and nobody serves it: attention gives up, and so does everything after it.
   produce<<<1, 1024, 0, program.stream>>>(program.of(1), 0);
   for (int i = 0; i < 20; ++i) consume<<<1, 1024, 0, program.stream>>>(program.of(1), program.wrong);
   CLO_CUDA_CHECK(cudaStreamSynchronize(program.stream));
   // check_usable has reset the numbers and used ten.
-  CHECK(contains(engine.end(), "layer 1, backend pull, request 11: not delivered in time (limit 0.100 s)"));
+  CHECK(contains(engine.end(), (request_name(1, 11) + ": not delivered in time (limit 0.100 s)").c_str()));
   CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(5));
   check_usable(engine);
 }
 
-void test_reset_and_close_end_a_resident_kernel() {
+// Served, but too late.
+void test_a_flag_that_never_comes() {
+  Engine engine(config_of(kProgramShape, 0.1));
+  fill_host(engine, 3);
+  Program program(engine, 3);
+  engine.inject_delay(1'000'000'000, 1);
+  for (bool within : {true, false}) {
+    const auto start = std::chrono::steady_clock::now();
+    if (within) engine.begin(3);
+    program.step(0);
+    CLO_CUDA_CHECK(cudaStreamSynchronize(program.stream));
+    const std::string why = engine.end();
+    CHECK(contains(why, (request_name(0, 1) + ": not delivered in time (limit 0.100 s)").c_str()));
+    CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(5));
+    engine.reset();  // does not sit the delay out
+    CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(5));
+  }
+  engine.inject_delay(0, 0);
+  check_usable(engine);
+}
+
+void test_a_dead_thread() {
+  Engine engine(config_of(kProgramShape));
+  fill_host(engine, 3);
+  Program program(engine, 3);
+  for (bool within : {true, false}) {
+    const auto start = std::chrono::steady_clock::now();
+    engine.inject_thread_death(5);
+    if (within) engine.begin(300);
+    for (uint32_t n = 0; n < 10; ++n) program.step(n);
+    CLO_CUDA_CHECK(cudaStreamSynchronize(program.stream));
+    const std::string why = engine.end();
+    CHECK(contains(why, "transfer thread ") && contains(why, "died while it served layer ") &&
+          contains(why, ("backend " + backend).c_str()) && contains(why, "injected death"));
+    CHECK(contains(engine.wait(2), ("layer 2, backend " + backend + ", request ").c_str()));
+    CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(5));
+    check_usable(engine);
+  }
+}
+
+void test_reset_and_close_end_a_program() {
   Engine engine(config_of(kProgramShape));
   fill_host(engine, 3);
   engine.begin(1000);
@@ -327,11 +257,8 @@ void test_refusals() {
   CHECK(engine.end().empty());
 }
 
-}  // namespace
 
-// "small": nothing that runs beside something else, for a sanitizer, which holds kernels back.
-int main(int argc, char** argv) {
-  const bool small = argc > 1 && std::strcmp(argv[1], "small") == 0;
+void run(bool small) {
   const Shape shapes[] = {
       {{2, 0, 3}, 2, 500, 40, 128, DType::kBF16},  // 512-byte rows
       {{1}, 3, 257, 33, 16, DType::kF32},          // 128
@@ -342,21 +269,51 @@ int main(int argc, char** argv) {
       {{8}, 160, 64, 8, 64, DType::kBF16},         // more heads than fit at once
   };
   for (const Shape& s : shapes)
-    for (bool resident : {false, true})
-      if (!small || !resident) test_rows_posted_by_the_host(s, resident);
+    for (bool within : {false, true})
+      if (!small || !within || by_threads()) test_rows_posted_by_the_host(s, within);
   test_rows_posted_by_kernels(false, 0, small ? 5 : 200);
-  if (small) {
-    std::puts("ok");
-    return 0;
+  if (small) return;
+  for (int64_t n : {1, 2, 4, 8}) {
+    threads = n;
+    test_rows_posted_by_kernels(true, 0, by_threads() ? 400 : 1500);
+    test_rows_posted_by_kernels(true, 40, 200);
+    if (!by_threads()) break;
   }
-  test_rows_posted_by_kernels(true, 0, 1500);
-  test_rows_posted_by_kernels(true, 40, 200);
+  threads = 3;
   test_end_before_the_count();
   test_abort();
   test_time_limits();
-  test_reset_and_close_end_a_resident_kernel();
+  if (by_threads()) {
+    test_abort_of_a_wait();
+    test_a_flag_that_never_comes();
+    test_a_dead_thread();
+  }
+  test_reset_and_close_end_a_program();
   test_refusals();
   CLO_CUDA_CHECK(cudaDeviceSynchronize());
+}
+
+}  // namespace
+
+// test_transfer [small] [backend...]: "small": nothing that runs beside something else, for a sanitizer, which holds
+// kernels back. Backends that are named must be there; without names all that are there.
+int main(int argc, char** argv) {
+  std::vector<std::string> wanted;
+  for (int i = 1; i < argc; ++i) {
+    if (std::strcmp(argv[i], "small") == 0) serialised = true;
+    else wanted.push_back(argv[i]);
+  }
+  for (const BackendInfo& b : list_backends()) {
+    if (b.name == "host") continue;
+    const bool named = std::find(wanted.begin(), wanted.end(), b.name) != wanted.end();
+    if (!wanted.empty() && !named) continue;
+    std::printf("%s: %s: %s\n", b.name.c_str(), b.available ? "tested" : "not available", b.reason.c_str());
+    std::fflush(stdout);
+    CHECK(b.available || !named);
+    if (!b.available) continue;
+    backend = b.name;
+    run(serialised);
+  }
   std::puts("ok");
   return 0;
 }
