@@ -2,56 +2,23 @@
 
 #include "cuda/check.h"
 #include "cuda/flags.cuh"
+#include "cuda/row_copies.cuh"
 
 namespace clo::cuda {
 namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
-// 16-byte loads that each lane has in flight. With 512-byte rows a warp has four rows under way; four blocks have
-// 256 KiB, several times what covers the latency of the link.
-constexpr int kInFlight = 4;
-constexpr int kChunkVectors = 32 * kInFlight;
 constexpr int kHeadsAtOnce = 1024;
 // A block of a serving kernel that is not resident may run beside others; more than a few gain nothing.
 constexpr int kPostedBlocks = 8;
 // Between looks at the host's word, which cost a round trip over the link.
 constexpr uint64_t kHostLookNs = 20000;
 
-// Host rows change between two requests of a kernel that runs on, so they must not come from the (incoherent) L1.
-__device__ uint4 load_host(const uint4* p) {
-  uint4 v;
-  asm volatile("ld.relaxed.sys.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p)
-               : "memory");
-  return v;
-}
-
 __device__ uint32_t load_host_word(const uint32_t* p) {
   uint32_t v;
   asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
-}
-
-// One warp copies up to 32 rows of a head, given by one token and slot in each of the first `rows` lanes. All loads of a
-// step are issued before its first store. (A head has less than 2^31 vectors: the engine sees to it.)
-__device__ void copy_rows(const uint4* from, uint4* to, int32_t token, int32_t slot, int rows, int row_vectors) {
-  const int lane = static_cast<int>(threadIdx.x) & 31, total = rows * row_vectors;
-  for (int start = 0; start < total; start += kChunkVectors) {
-    uint4 value[kInFlight];
-    int target[kInFlight];
-#pragma unroll
-    for (int u = 0; u < kInFlight; ++u) {
-      const int vector = start + 32 * u + lane, row = vector / row_vectors, column = vector - row * row_vectors;
-      const int t = __shfl_sync(~0u, token, row & 31), s = __shfl_sync(~0u, slot, row & 31);
-      target[u] = vector < total ? s * row_vectors + column : -1;
-      if (vector < total) value[u] = load_host(from + t * row_vectors + column);
-    }
-#pragma unroll
-    for (int u = 0; u < kInFlight; ++u)
-      if (target[u] >= 0) to[target[u]] = value[u];
-  }
 }
 
 // All blocks of the grid together copy the rows of a layer's request. Chunks of rows go round the warps of the grid
@@ -62,13 +29,7 @@ __device__ void copy_request(const LayerView& view, DeviceCounters* counters) {
   const int warp = static_cast<int>(threadIdx.x) / 32 * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
   const int warps = kWarps * static_cast<int>(gridDim.x);
   const int heads = static_cast<int>(view.batch * view.kv_heads);
-  const int64_t S = view.max_tokens, C = view.num_slots;
-  const int row_vectors = static_cast<int>(row_bytes(view) / 16);
-  const int rows_at_once = max(1, min(32, kChunkVectors / row_vectors));
-  const uint4* const host = static_cast<const uint4*>(view.host_rows);
-  uint4* const selected = static_cast<uint4*>(view.selected_rows);
-  const int32_t* const tokens = view.request.tokens;
-  const int32_t* const slots = view.request.slots;
+  const int at_once = rows_at_once(static_cast<int>(row_bytes(view) / 16));
   int turn = 0;  // chunks of the heads before this one, modulo the warps
   for (int first = 0; first < heads; first += kHeadsAtOnce) {
     const int batch = min(kHeadsAtOnce, heads - first);
@@ -83,29 +44,12 @@ __device__ void copy_request(const LayerView& view, DeviceCounters* counters) {
     for (int h = 0; h < batch; ++h) {
       const int count = counts[h];
       if (count == 0) continue;
-      const int64_t head = first + h;
-      const int chunks = (count + rows_at_once - 1) / rows_at_once;
-      for (int chunk = (warp - turn + warps) % warps; chunk < chunks; chunk += warps) {
-        const int row = chunk * rows_at_once, rows = min(rows_at_once, count - row);
-        int32_t token = 0, slot = 0;
-        if (lane < rows) {
-          token = tokens[head * C + row + lane];
-          slot = slots[head * C + row + lane];
-        }
-        copy_rows(host + head * S * row_vectors, selected + head * C * row_vectors, token, slot, rows, row_vectors);
-      }
+      const int chunks = (count + at_once - 1) / at_once;
+      for (int chunk = (warp - turn + warps) % warps; chunk < chunks; chunk += warps)
+        copy_chunk(view, first + h, count, chunk);
       turn = (turn + chunks) % warps;
     }
   }
-}
-
-// A pseudo-random time, the same for the same seed, layer and sequence number.
-__device__ void late(const TransferControl& control, uint32_t layer, uint32_t sequence) {
-  uint32_t x = control.seed ^ layer * 0x9e3779b9u ^ sequence * 0x85ebca6bu;
-  x = (x ^ x >> 16) * 0x7feb352du;
-  x = (x ^ x >> 15) * 0x846ca68bu;
-  const uint64_t wait = (x ^ x >> 16) % (control.max_delay_us + 1) * uint64_t{1000}, start = global_nanoseconds();
-  while (global_nanoseconds() - start < wait) __nanosleep(500);
 }
 
 // After every thread of the block has copied its rows: the last block to come here publishes the sequence number.

@@ -1,9 +1,9 @@
 // Transfers by kernels that read host rows in place (mapped pinned memory), so that no CPU and no copy engine takes part.
 //
-// Two kernels share one request protocol (flags.cuh). serve_resident is launched once for many requests, on a stream of
-// its own beside the program that posts them. serve_posted is launched behind a prefetch, in the program's own stream:
-// it does nothing while a resident kernel is at work, and serves the layer's request itself otherwise. So every program
-// gets its rows; those that run beside a resident kernel get them without waiting.
+// One request protocol (flags.cuh), served by one of two. serve_resident is launched once for many requests, on a stream
+// of its own beside the program that posts them. While none is at work, a prefetch copies the rows of its request itself,
+// and a request that the host posts is followed by serve_posted. So every program gets its rows; those that run beside a
+// resident kernel get them without waiting.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -170,8 +170,8 @@ constexpr auto run_on_stream = [](cudaStream_t stream, auto... arguments) -> ffi
     return invalid("prefetch", "the workspace is too small: the program was traced for another device or engine");
   if (ffi::Error error = launched("prefetch", cuda::prefetch(p, engine.ref, call.workspace, stream)); error.failure())
     return error;
-  if (engine.ref.flags == nullptr) return ffi::Error::Success();
-  return launched("prefetch", cuda::follow_post(engine.ref, stream));
+  if (engine.ref.flags == nullptr || !engine.ref.served_by_threads) return ffi::Error::Success();
+  return launched("prefetch", cuda::hand_over(engine.ref, stream));
 };
 #endif
 

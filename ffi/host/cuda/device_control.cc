@@ -189,6 +189,7 @@ std::string DeviceControl::describe(uint32_t error, const std::string& why) cons
     case cuda::Failure::kNotDelivered: return request + ": not delivered in time" + limit;
     case cuda::Failure::kNotPosted: return request + ": not posted in time" + limit;
     case cuda::Failure::kAborted: return request + ": aborted: " + why;
+    case cuda::Failure::kSelection: return request + ": the selection did not come to an end in time" + limit;
     case cuda::Failure::kBadOperand:
       return "layer " + std::to_string(cuda::error_layer(error)) + ", backend " + backend_ +
              ": an operand is out of range";

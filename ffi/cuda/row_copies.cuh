@@ -1,0 +1,72 @@
+// Copies of rows from pinned host memory into selected rows, by whole warps.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/flags.cuh"
+#include "cuda/pull.h"
+
+namespace clo::cuda {
+
+// 16-byte loads that each lane has in flight. With 512-byte rows a warp has four rows under way; four blocks have
+// 256 KiB, several times what covers the latency of the link.
+constexpr int kInFlight = 4;
+constexpr int kChunkVectors = 32 * kInFlight;
+
+// Host rows change between two requests of a kernel that runs on, so they must not come from the (incoherent) L1.
+__device__ __forceinline__ uint4 load_host(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.sys.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+
+// One warp copies up to 32 rows of a head, given by one token and slot in each of the first `rows` lanes. All loads of a
+// step are issued before its first store. (A head has less than 2^31 vectors: the engine sees to it.)
+__device__ inline void copy_rows(const uint4* from, uint4* to, int32_t token, int32_t slot, int rows, int row_vectors) {
+  const int lane = static_cast<int>(threadIdx.x) & 31, total = rows * row_vectors;
+  for (int start = 0; start < total; start += kChunkVectors) {
+    uint4 value[kInFlight];
+    int target[kInFlight];
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+      const int vector = start + 32 * u + lane, row = vector / row_vectors, column = vector - row * row_vectors;
+      const int t = __shfl_sync(~0u, token, row & 31), s = __shfl_sync(~0u, slot, row & 31);
+      target[u] = vector < total ? s * row_vectors + column : -1;
+      if (vector < total) value[u] = load_host(from + t * row_vectors + column);
+    }
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u)
+      if (target[u] >= 0) to[target[u]] = value[u];
+  }
+}
+
+// Rows that a warp copies together.
+__device__ __forceinline__ int rows_at_once(int row_vectors) { return max(1, min(32, kChunkVectors / row_vectors)); }
+
+// The chunk-th rows_at_once() moves of a head that has `count` of them.
+__device__ __forceinline__ void copy_chunk(const LayerView& view, int64_t head, int count, int chunk) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const int row_vectors = static_cast<int>(row_bytes(view) / 16), at_once = rows_at_once(row_vectors);
+  const int row = chunk * at_once, rows = min(at_once, count - row);
+  int32_t token = 0, slot = 0;
+  if (lane < rows) {
+    token = __ldcg(view.request.tokens + head * view.num_slots + row + lane);
+    slot = __ldcg(view.request.slots + head * view.num_slots + row + lane);
+  }
+  copy_rows(static_cast<const uint4*>(view.host_rows) + head * view.max_tokens * row_vectors,
+            static_cast<uint4*>(view.selected_rows) + head * view.num_slots * row_vectors, token, slot, rows, row_vectors);
+}
+
+// A pseudo-random time, the same for the same seed, layer and sequence number.
+__device__ inline void late(const TransferControl& control, uint32_t layer, uint32_t sequence) {
+  uint32_t x = control.seed ^ layer * 0x9e3779b9u ^ sequence * 0x85ebca6bu;
+  x = (x ^ x >> 16) * 0x7feb352du;
+  x = (x ^ x >> 15) * 0x846ca68bu;
+  const uint64_t wait = (x ^ x >> 16) % (control.max_delay_us + 1) * uint64_t{1000}, start = global_nanoseconds();
+  while (global_nanoseconds() - start < wait) __nanosleep(500);
+}
+
+}  // namespace clo::cuda
