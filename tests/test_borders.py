@@ -24,6 +24,8 @@ FLOORS = {
     "clo_jax.transfer": 1,
     "clo_jax.sampling": 1,
     "clo_jax.cache": 2,
+    "clo_jax.cache.calibration": 2,
+    "clo_jax.cache.calibration_parts": 2,
     "clo_jax.models": 3,
     "clo_jax.policies": 4,
     "clo_jax.checkpoints": 4,
