@@ -1,5 +1,6 @@
 """`LLM`: what a user holds. Loads a checkpoint, answers prompts, streams, closes."""
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -7,12 +8,14 @@ from typing import Any
 import jax.numpy as jnp
 
 from clo_jax import checkpoints, memory, prompts
+from clo_jax.cache import calibration as calibrations
+from clo_jax.cache.calibration import Calibration
 from clo_jax.cache.layout import ENGINE_PARTS, CacheLayout
 from clo_jax.config import Attention, CloConfig
 from clo_jax.errors import CloError
 from clo_jax.generate import bucket_length
 from clo_jax.policies.base import Policy
-from clo_jax.policies.clo import CloPolicy, HeadScores, given_scores, neutral_scores
+from clo_jax.policies.clo import CloPolicy, HeadScores, given_scores, measured_scores, neutral_scores
 from clo_jax.policies.full import FullPolicy
 from clo_jax.prompts import Options, Prompts, Request
 from clo_jax.results import Delta, Generation
@@ -31,7 +34,7 @@ class LLM:
     def __init__(
         self, config, params: Any, info, tokenizer: Tokenizer | None, *, attention: Attention, clo: CloConfig,
         max_context: int, max_batch: int, kv_offload: bool, backend: str, transfer_threads: int | None,
-        chunk_tokens: int, timeout_s: float, head_scores: Any,
+        chunk_tokens: int, timeout_s: float, head_scores: Any, calibration: Calibration | None,
     ) -> None:  # fmt: skip
         self.config, self.tokenizer, self.clo, self.attention = config, tokenizer, clo, attention
         self.max_context, self.max_batch = max_context, max_batch
@@ -39,7 +42,7 @@ class LLM:
         self._dtype = str(params["embed"]["embedding"].dtype)
         self._kv_offload, self._backend, self._threads = kv_offload, backend, transfer_threads
         self._chunk, self._timeout_s = chunk_tokens, timeout_s
-        self._head_scores = head_scores
+        self._head_scores, self._calibration = head_scores, calibration
         self._engine: Engine | None = None
         self._prepared: tuple[int, Policy, Any] | None = None
         self._busy = threading.Lock()
@@ -51,13 +54,15 @@ class LLM:
         cls, path, *, attention: Attention = "clo", clo: CloConfig | None = None, dtype: str = "auto",
         max_context: int | None = None, max_batch: int = 8, kv_offload: bool = True, backend: str = "auto",
         transfer_threads: int | None = None, chunk_tokens: int = 16, timeout_s: float = 30.0, head_scores: Any = None,
+        calibration: str | os.PathLike | None = "auto",
     ) -> "LLM":  # fmt: skip
         """Loads a checkpoint that `clo-jax convert` made.
 
         Args:
           path: checkpoint folder.
           attention: "clo" (most rows in host memory) or "full" (all rows on the device, exact).
-          clo: settings of the CLO policy; ignored by "full".
+          clo: settings of the CLO policy; ignored by "full". None: the defaults, with the retriever and number of hash
+            bits that the calibration found best, where there is one.
           dtype: "auto" (the checkpoint's), "float32" or "bfloat16"; of parameters, activations and cache.
           max_context: tokens of prompt and answer together; buffers are sized for it. None: the model's limit.
           max_batch: prompts that run at once; more are answered in groups.
@@ -66,11 +71,14 @@ class LLM:
           transfer_threads: copying threads; None: as many as pay.
           chunk_tokens: decode steps per dispatched program: the grain of streaming and of Ctrl-C.
           timeout_s: bound on every wait for a transfer.
-          head_scores: importance of heads in [0, 1], an array [L, K] or [L, H]; None: all equally important.
+          head_scores: importance of heads in [0, 1], an array [L, K] or [L, H]; None: the calibration's, or all
+            equally important when there is none.
+          calibration: "auto" (the folder `calibration` of the checkpoint, where there is one), a folder, or None. Its
+            trained projections serve the retriever and number of hash bits that they were made for.
 
         Raises:
           ValueError: a setting that makes no sense.
-          CheckpointError: the folder is no readable checkpoint.
+          CheckpointError: the folder is no readable checkpoint, or the calibration is damaged or of another model.
         """
         if attention not in ("full", "clo"):
             raise ValueError(f"attention: got {attention!r}, wanted full or clo")
@@ -84,10 +92,15 @@ class LLM:
         if not 2 <= max_context <= limit:
             raise ValueError(f"max_context: got {max_context}, wanted 2 to {limit}, the model's limit")
         tokenizer = Tokenizer.from_folder(info.path) if Tokenizer.available(info.path) else None
+        found = calibrations.find(calibration, info.path, info.manifest.source_files, config)
+        if clo is None:
+            choice = found.choice if found else None
+            clo = CloConfig(retriever=choice.retriever, hash_bits=choice.hash_bits) if choice else CloConfig()
         llm = cls(
-            config, params, info, tokenizer, attention=attention, clo=clo or CloConfig(), max_context=max_context,
+            config, params, info, tokenizer, attention=attention, clo=clo, max_context=max_context,
             max_batch=max_batch, kv_offload=kv_offload, backend=backend, transfer_threads=transfer_threads,
             chunk_tokens=chunk_tokens, timeout_s=timeout_s, head_scores=head_scores,
+            calibration=found,
         )  # fmt: skip
         llm._scores(llm._layout(1))  # refuses settings that do not fit the model now, not at the first prompt
         return llm
@@ -172,6 +185,12 @@ class LLM:
     def describe(self) -> dict[str, Any]:
         """What this object runs with: for results files and reports."""
         layout = self._layout(1)
+        clo = {} if self.attention == "full" else {
+            "retriever": self._policy(layout, 0).retriever_name,
+            "hash_bits": layout.hash_bits,
+            "head_scores": self._scores(layout).source,
+            "calibration": str(self._calibration.path) if self._calibration else None,
+        }  # fmt: skip
         return {
             "checkpoint": str(self._info.path),
             "architecture": self.config.architecture,
@@ -181,7 +200,7 @@ class LLM:
             "device_kv_bytes_per_sequence": sum(layout.device_bytes().values()),
             "host_kv_bytes_per_sequence": layout.host_bytes(),
             "stop_token_ids": list(self._info.stop_token_ids),
-        }
+        } | clo
 
     # --- preparation ----------------------------------------
 
@@ -191,7 +210,14 @@ class LLM:
         return CacheLayout.clo(self.config, self.clo, batch, self.max_context, self._dtype)
 
     def _scores(self, layout: CacheLayout) -> HeadScores:
-        return neutral_scores(layout) if self._head_scores is None else given_scores(layout, self._head_scores)
+        if self._head_scores is not None:
+            return given_scores(layout, self._head_scores)
+        importance = self._calibration.importance if self._calibration else None
+        return measured_scores(layout, importance) if importance else neutral_scores(layout)
+
+    def _policy(self, layout: CacheLayout, engine: int) -> CloPolicy:
+        hashed = self._calibration.hash_of(self.clo.retriever, self.clo.hash_bits) if self._calibration else None
+        return CloPolicy(layout, self.clo, engine, self._scores(layout), hashed)
 
     def _prepare(self, batch: int, longest: int) -> tuple[Policy, Any]:
         """Policy and tables for a batch size; the engine of another batch size is closed first.
@@ -221,7 +247,7 @@ class LLM:
                 dtype=jnp.dtype(self._dtype), backend=self._backend, threads=self._threads,
                 kv_offload=self._kv_offload, timeout_s=self._timeout_s,
             )  # fmt: skip
-            policy = CloPolicy(layout, self.clo, self._engine.handle, self._scores(layout))
+            policy = self._policy(layout, self._engine.handle)
         self._prepared = (batch, policy, policy.tables())
         return self._prepared[1:]
 

@@ -19,8 +19,8 @@ class Metrics:
     host_kv_bytes: int
     device_kv_parts: dict[str, int]
     backend: str | None = None
-    retriever: str | None = None  # "hata (untrained)" when its projections are random
-    head_scores: str | None = None
+    retriever: str | None = None  # "hata (untrained)" with random projections, "... (trained)" with a calibration
+    head_scores: str | None = None  # "neutral", "given", "measured (gates)" and the like
     refresh: str | None = None
     retain: float | None = None
     sparsity: float | None = None

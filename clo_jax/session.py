@@ -179,7 +179,7 @@ class Session:
         return dataclasses.replace(
             base,
             backend=self._engine.backend,
-            retriever="hata (untrained)" if config.retriever == "hata" else config.retriever,
+            retriever=self._policy.retriever_name,
             head_scores=self._policy.scores.source,
             refresh=config.refresh,
             retain=config.retain,

@@ -100,6 +100,33 @@ def read(folder: str | os.PathLike) -> Calibration:
     return _assemble(named, head["provenance"], folder)
 
 
+def find(
+    given: str | os.PathLike | None, checkpoint: Path, sources: Mapping[str, str], model: ModelConfig
+) -> Calibration | None:
+    """The calibration that a run uses.
+
+    Args:
+      given: "auto": the one beside the checkpoint, or None where there is none; a folder, which must hold one; None.
+      checkpoint: the checkpoint's folder. sources: digests of the files that it was converted from, by name.
+      model: what every part must fit.
+
+    Raises:
+      CheckpointError: see `read` and `Calibration.require_fit`; the one beside the checkpoint must also have been made
+        with these weights (one that is given by path may be a relative's, such as the model before a fine-tuning).
+    """
+    if given is None:
+        return None
+    found = read_if_there(checkpoint / FOLDER) if given == "auto" else read(given)
+    if found is None:
+        return None
+    if given == "auto" and found.checkpoint_digests() - {digest(dict(sources))}:
+        raise CheckpointError(
+            f"{found.path / FILE}: made with other weights than this checkpoint's; calibrate again, or name the folder "
+            "if that is meant"
+        )
+    return found.require_fit(model)
+
+
 def read_if_there(folder: str | os.PathLike) -> Calibration | None:
     """`read`, or None where there is no calibration.json."""
     return read(folder) if (Path(folder).expanduser() / FILE).exists() else None

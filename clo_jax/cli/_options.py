@@ -116,6 +116,10 @@ KvOffload = Annotated[
     _clo("--kv-offload/--no-kv-offload", help="Off: same selection, rows stay put; for comparison.", default="on"),
 ]
 Backend = Annotated[str | None, _clo("--backend", help="Who moves the rows (see doctor).", default="auto")]
+Calibration = Annotated[
+    str | None,
+    _clo("--calibration", help="A calibration's folder; none: run without.", default="the checkpoint's own"),
+]
 TransferThreads = Annotated[int | None, _clo("--transfer-threads", help="Copying threads.", default="by the backend")]
 
 DoSample = Annotated[bool, _sampling("--do-sample", help="Draw tokens; without it the likeliest one is taken.")]
@@ -155,7 +159,12 @@ def load_options(attention: Attention, preset: Preset | None, **options: Any) ->
             )
         return {"attention": "full"}
     typed.pop("preset", None)
-    transfer = {name: typed.pop(name) for name in ("kv_offload", "backend", "transfer_threads") if name in typed}
+    loading = ("kv_offload", "backend", "transfer_threads", "calibration")
+    transfer = {name: typed.pop(name) for name in loading if name in typed}
+    if transfer.get("calibration") == "none":
+        transfer["calibration"] = None
+    if not typed and preset is None:
+        return {"attention": "clo", **transfer}  # the calibration may then choose the retriever
     if typed.get("refresh") == "whole":
         typed.setdefault("retain", 1.0)
     clo = CloConfig.paper(**typed) if preset is Preset.paper else CloConfig(**typed)

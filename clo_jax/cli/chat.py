@@ -23,6 +23,7 @@ def chat(
     retain: o.Retain = None,
     sim_threshold: o.SimThreshold = None,
     backend: o.Backend = None,
+    calibration: o.Calibration = None,
     do_sample: o.DoSample = False,
     temperature: o.Temperature = None,
     top_k: o.TopK = None,
@@ -42,6 +43,7 @@ def chat(
         retain=retain,
         sim_threshold=sim_threshold,
         backend=backend,
+        calibration=calibration,
     )
     options = o.sampling_options(do_sample, seed, temperature=temperature, top_k=top_k, top_p=top_p)
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clo_jax.cache.calibration_parts import HashWeights, Importance
 from clo_jax.cache.layout import CacheLayout
 from clo_jax.cache.projections import projections
 from clo_jax.cache.thresholds import thresholds
@@ -30,7 +31,7 @@ class HeadScores(NamedTuple):
 
     query_heads: np.ndarray  # [L, H] in [0, 1]
     kv_heads: np.ndarray  # [L, K]
-    source: str  # "neutral", "given", "measured"
+    source: str  # "neutral", "given", "measured (by what)"
 
 
 def neutral_scores(layout: CacheLayout) -> HeadScores:
@@ -59,31 +60,48 @@ def given_scores(layout: CacheLayout, scores: np.ndarray) -> HeadScores:
     return HeadScores(scores, scores.reshape(L, K, layout.group).max(axis=2), "given")
 
 
+def measured_scores(layout: CacheLayout, importance: Importance) -> HeadScores:
+    """Scores from a calibration, treated like given ones."""
+    return given_scores(layout, importance.scores)._replace(source=f"measured ({importance.source})")
+
+
 @dataclasses.dataclass(frozen=True)
 class CloPolicy:
-    """The policy for one layout, configuration and engine (its handle)."""
+    """The policy for one layout, configuration and engine (its handle). `hashed`: projections of a calibration, for
+    the configuration's retriever and bits; None: untrained ones."""
 
     layout: CacheLayout
     config: CloConfig
     engine: int
     scores: HeadScores = dataclasses.field(compare=False)
+    hashed: HashWeights | None = dataclasses.field(default=None, compare=False)
     name = "clo"
+
+    @property
+    def retriever_name(self) -> str:
+        """The retriever, and whether its projections are trained where that makes a difference: `sign` needs no
+        training, `hata` does."""
+        if self.hashed is not None and self.hashed.trained:
+            return f"{self.config.retriever} (trained)"
+        return "hata (untrained)" if self.config.retriever == "hata" else self.config.retriever
 
     # --- constants ----------------------------------------
 
     def tables(self) -> tuple[Tables, ...]:
         K, G, D = self.layout.num_kv_heads, self.layout.group, self.layout.head_dim
-        weights = projections(self.config.retriever, D, self.layout.hash_bits, self.config.seed)
+        untrained = projections(self.config.retriever, D, self.layout.hash_bits, self.config.seed)
         tau = thresholds(self.scores.kv_heads, self.config.sim_threshold, self.config.importance_power)
         per_layer = []
         for layer in range(self.layout.num_layers):
             heads = np.array(self.layout.offloaded(layer), np.int32)
             importance = self.scores.query_heads[layer].reshape(K, G)[heads].reshape(-1)
+            weights = np.broadcast_to(untrained, (K, *untrained.shape))
+            weights = weights if self.hashed is None else self.hashed.weights[layer]
             per_layer.append(
                 {
                     "importance": jnp.asarray(importance, jnp.float32),
                     "thresholds": jnp.asarray(tau[layer][heads], jnp.float32),
-                    "weights": jnp.broadcast_to(jnp.asarray(weights), (len(heads), *weights.shape)),
+                    "weights": jnp.asarray(weights[heads]),
                 }
             )
         return tuple(per_layer)
