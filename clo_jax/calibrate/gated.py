@@ -1,7 +1,8 @@
-"""A decoder layer whose heads can be faded from full attention to attention over sink and recent tokens, and its gradient.
+"""A decoder layer whose heads can be faded from full attention to attention over sink and recent tokens, and its
+gradient.
 
-Only gates are trained, and only one layer's intermediate values exist at a time: a forward pass keeps each layer's input,
-the backward pass computes the layer again. One compiled program serves every layer of a prompt length.
+Only gates are trained, and only one layer's intermediate values exist at a time: a forward pass keeps each layer's
+input, the backward pass computes the layer again. One compiled program serves every layer of a prompt length.
 """
 
 import functools
@@ -31,7 +32,7 @@ class Window(NamedTuple):
 
 
 def attention(query: jax.Array, key: jax.Array, value: jax.Array, window: Window | None = None) -> jax.Array:
-    """Causal attention that can be differentiated, in chunks of queries whose scores are computed again for the gradient.
+    """Causal attention that can be differentiated, in chunks of queries whose scores are computed again for it.
 
     Args:
       query: [B, N, H, D]; key, value: [B, N, K, D].

@@ -10,9 +10,11 @@ serves every model; what is compared is the state that predicts an answer token 
 
 import dataclasses
 import hashlib
+import io
 import json
 import os
 import pathlib
+import zipfile
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -159,10 +161,10 @@ def optimise_gates(
 
 def own_states(config: ModelConfig, params: Any, example: Example, window: gated.Window) -> jax.Array:
     """Hidden states of the unchanged model that predict the answers: float32 [A, hidden], A padded."""
-    x, lengths = _start(config, params, example)
+    x, lengths = padded(config, params, example)
     for index in range(config.num_layers):
         x = gated.layer_jitted(config, window, params["layers"][index], None, x, lengths)
-    return gated.answers_jitted(config, params, x, _where(example)[0])
+    return gated.answers_jitted(config, params, x, answer_tokens(example)[0])
 
 
 def distance_gradient(
@@ -170,12 +172,12 @@ def distance_gradient(
 ) -> tuple[jax.Array, jax.Array]:
     """The distance of the gated model's answers from `wanted` (`own_states`), and its gradient with respect to the
     gates [L, K] or [L, H]."""
-    x, lengths = _start(config, params, example)
+    x, lengths = padded(config, params, example)
     inputs = []
     for index in range(config.num_layers):
         inputs.append(x)
         x = gated.layer_jitted(config, window, params["layers"][index], gates[index], x, lengths)
-    where, weight = _where(example)
+    where, weight = answer_tokens(example)
     distance, grad = gated.distance_jitted(config, params, x, where, weight, wanted)
     of_gates: list[jax.Array] = []
     for index in reversed(range(config.num_layers)):
@@ -186,14 +188,15 @@ def distance_gradient(
     return distance, jnp.stack(of_gates[::-1])
 
 
-def _start(config: ModelConfig, params: Any, example: Example) -> tuple[jax.Array, jax.Array]:
+def padded(config: ModelConfig, params: Any, example: Example) -> tuple[jax.Array, jax.Array]:
+    """Embeddings of the prompt, padded to its bucket [1, N, hidden], and its length [1]."""
     length = len(example.tokens)
     tokens = np.zeros((1, -(-length // _BUCKET) * _BUCKET), np.int32)
     tokens[0, :length] = example.tokens
     return gated.embed_jitted(config, params, jnp.asarray(tokens)), jnp.asarray([length], jnp.int32)
 
 
-def _where(example: Example) -> tuple[jax.Array, jax.Array]:
+def answer_tokens(example: Example) -> tuple[jax.Array, jax.Array]:
     """Answer tokens, padded: indices int32 [A], weights float32 [A]."""
     (found,) = np.nonzero(example.answer)
     size = -(-len(found) // _ANSWER_BUCKET) * _ANSWER_BUCKET
@@ -215,7 +218,8 @@ def _rate(settings: GateSettings) -> optax.Schedule:
 
 
 def _update(optimiser, grads, state, gates):
-    updates, state = optimiser.update(grads, state, gates)
+    with jax.numpy_dtype_promotion("standard"):  # optax counts its steps in int32 and takes powers of them
+        updates, state = optimiser.update(grads, state, gates)
     return jnp.clip(optax.apply_updates(gates, updates), 0.0, 1.0), state
 
 
@@ -253,7 +257,7 @@ def _write(path: pathlib.Path, state: _State, fingerprint: str) -> None:
 
 def _read(path: pathlib.Path, fresh: _State, fingerprint: str) -> _State:
     try:
-        with np.load(path) as file:
+        with np.load(io.BytesIO(path.read_bytes())) as file:
             facts = json.loads(file["facts"].tobytes())
             leaves, structure = jax.tree.flatten(fresh.optimiser)
             kept = [jnp.asarray(file[f"optimiser{i}"], leaf.dtype) for i, leaf in enumerate(leaves)]
@@ -261,10 +265,11 @@ def _read(path: pathlib.Path, fresh: _State, fingerprint: str) -> _State:
                 jnp.asarray(file["gates"]), jax.tree.unflatten(structure, kept), int(facts["step"]),
                 file["distances"].tolist(), file["mean_gates"].tolist(),
             )  # fmt: skip
-    except (OSError, ValueError, KeyError, EOFError) as error:
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{path}: no readable state of a gate optimisation ({error}); remove it") from None
     if facts["fingerprint"] != fingerprint:
         raise CheckpointError(
-            f"{path}: of another model, other prompts or other settings; remove it, or give the settings it was begun with"
+            f"{path}: of another model, other prompts or other settings; remove it, or give the settings that it was "
+            "begun with"
         )
     return state

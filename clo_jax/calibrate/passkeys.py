@@ -1,5 +1,5 @@
-"""Retrieval prompts for head importance: a long text with several pass phrases hidden in it, then questions about each of
-them with their answers (the task of DuoAttention's training set; wording and word list are our own)."""
+"""Retrieval prompts for head importance: a long text with several pass phrases hidden in it, then a question about each
+of them with its answer (the task of DuoAttention's training set; wording and word list are our own)."""
 
 import dataclasses
 import random
@@ -68,7 +68,11 @@ def passkey_example(num_tokens: int, tokenizer: Encoder, seed: int, needles: int
     ]
     tail: list[tuple[list[int], bool]] = []
     for ordinal, phrase in zip(_ORDINALS, phrases, strict=False):
-        for text, is_answer in ((f"\n\nWhat is the {ordinal} pass phrase? It is", False), (" " + phrase, True), (".", False)):
+        for text, is_answer in (
+            (f"\n\nWhat is the {ordinal} pass phrase? It is", False),
+            (" " + phrase, True),
+            (".", False),
+        ):
             tail.append((list(tokenizer.encode(text, False)), is_answer))
     room = num_tokens - sum(len(ids) for ids, _ in tail)
     inside = sum(len(tokenizer.encode(" " + sentence, False)) for sentence, _ in facts)
