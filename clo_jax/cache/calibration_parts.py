@@ -160,16 +160,18 @@ class Trace(_Part):
 @dataclasses.dataclass(frozen=True, eq=False)
 class Costs(_Part):
     """Measured on one machine. `layer_times`: (batch, context tokens, seconds of one decode layer whose heads all
-    hit), ...; `link_bytes_per_s`: by backend; `device`: where."""
+    hit), ...; `link_bytes_per_s`: by backend; `device`: where; `device_bytes_per_s`: how fast its memory is read."""
 
     name: ClassVar[str] = "costs"
     layer_times: tuple[tuple[int, int, float], ...]
     link_bytes_per_s: Mapping[str, float]
     device: str
+    device_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         rows = tuple((int(b), int(s), float(t)) for b, s, t in self.layer_times)
-        good = all(t > 0 for *_, t in rows) and all(rate > 0 for rate in self.link_bytes_per_s.values())
+        rates = [*self.link_bytes_per_s.values(), 1.0 if self.device_bytes_per_s is None else self.device_bytes_per_s]
+        good = all(t > 0 for *_, t in rows) and all(rate > 0 for rate in rates)
         _require(good, "costs", "a time or rate that is not positive", "positive ones")
         object.__setattr__(self, "layer_times", rows)
 
