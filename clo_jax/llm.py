@@ -11,9 +11,11 @@ from clo_jax import checkpoints, memory, prompts
 from clo_jax.cache import calibration as calibrations
 from clo_jax.cache.calibration import Calibration
 from clo_jax.cache.layout import ENGINE_PARTS, CacheLayout
+from clo_jax.cache.planner import Plan, Planner, with_resident
 from clo_jax.config import Attention, CloConfig
 from clo_jax.errors import CloError
 from clo_jax.generate import bucket_length
+from clo_jax.planning import Planning
 from clo_jax.policies.base import Policy
 from clo_jax.policies.clo import CloPolicy, HeadScores, given_scores, measured_scores, neutral_scores
 from clo_jax.policies.full import FullPolicy
@@ -34,7 +36,7 @@ class LLM:
     def __init__(
         self, config, params: Any, info, tokenizer: Tokenizer | None, *, attention: Attention, clo: CloConfig,
         max_context: int, max_batch: int, kv_offload: bool, backend: str, transfer_threads: int | None,
-        chunk_tokens: int, timeout_s: float, head_scores: Any, calibration: Calibration | None,
+        chunk_tokens: int, timeout_s: float, head_scores: Any, calibration: Calibration | None, planning: Planning,
     ) -> None:  # fmt: skip
         self.config, self.tokenizer, self.clo, self.attention = config, tokenizer, clo, attention
         self.max_context, self.max_batch = max_context, max_batch
@@ -43,6 +45,8 @@ class LLM:
         self._kv_offload, self._backend, self._threads = kv_offload, backend, transfer_threads
         self._chunk, self._timeout_s = chunk_tokens, timeout_s
         self._head_scores, self._calibration = head_scores, calibration
+        self._planning = planning
+        self._plans: dict[int, Plan] = {}
         self._engine: Engine | None = None
         self._prepared: tuple[int, Policy, Any] | None = None
         self._busy = threading.Lock()
@@ -54,7 +58,7 @@ class LLM:
         cls, path, *, attention: Attention = "clo", clo: CloConfig | None = None, dtype: str = "auto",
         max_context: int | None = None, max_batch: int = 8, kv_offload: bool = True, backend: str = "auto",
         transfer_threads: int | None = None, chunk_tokens: int = 16, timeout_s: float = 30.0, head_scores: Any = None,
-        calibration: str | os.PathLike | None = "auto",
+        calibration: str | os.PathLike | None = "auto", planner: Planner = "none", kv_budget: int | None = None,
     ) -> "LLM":  # fmt: skip
         """Loads a checkpoint that `clo-jax convert` made.
 
@@ -75,6 +79,11 @@ class LLM:
             equally important when there is none.
           calibration: "auto" (the folder `calibration` of the checkpoint, where there is one), a folder, or None. Its
             trained projections serve the retriever and number of hash bits that they were made for.
+          planner: which KV heads stay on the device: "none" (those of `clo.resident_heads`), "paper" (Eq. 11-13) or
+            "cost" (the fastest predicted step). Plans need a calibration with similarity and costs; they are made for
+            each batch size and `max_context`.
+          kv_budget: bytes of device memory that planner "cost" may fill with the cache; None: most of what is free on
+            the device.
 
         Raises:
           ValueError: a setting that makes no sense.
@@ -82,6 +91,8 @@ class LLM:
         """
         if attention not in ("full", "clo"):
             raise ValueError(f"attention: got {attention!r}, wanted full or clo")
+        if attention == "full" and planner != "none":
+            raise ValueError(f"planner: got {planner!r} with attention full, wanted none: every head is resident")
         for name, value in (("max_batch", max_batch), ("chunk_tokens", chunk_tokens)):
             if value < 1:
                 raise ValueError(f"{name}: got {value}, wanted a positive integer")
@@ -100,7 +111,7 @@ class LLM:
             config, params, info, tokenizer, attention=attention, clo=clo, max_context=max_context,
             max_batch=max_batch, kv_offload=kv_offload, backend=backend, transfer_threads=transfer_threads,
             chunk_tokens=chunk_tokens, timeout_s=timeout_s, head_scores=head_scores,
-            calibration=found,
+            calibration=found, planning=Planning(planner, found, backend, kv_budget),
         )  # fmt: skip
         llm._scores(llm._layout(1))  # refuses settings that do not fit the model now, not at the first prompt
         return llm
@@ -185,11 +196,15 @@ class LLM:
     def describe(self) -> dict[str, Any]:
         """What this object runs with: for results files and reports."""
         layout = self._layout(1)
+        plan = self._plans.get(1)
         clo = {} if self.attention == "full" else {
             "retriever": self._policy(layout, 0).retriever_name,
             "hash_bits": layout.hash_bits,
             "head_scores": self._scores(layout).source,
             "calibration": str(self._calibration.path) if self._calibration else None,
+            "planner": self._planning.planner,
+            "resident_heads": [[layer, list(heads)] for layer, heads in enumerate(layout.resident) if heads],
+            "costs_measured_on": plan.machine.source if plan else None,
         }  # fmt: skip
         return {
             "checkpoint": str(self._info.path),
@@ -207,7 +222,13 @@ class LLM:
     def _layout(self, batch: int) -> CacheLayout:
         if self.attention == "full":
             return CacheLayout.full(self.config, batch, self.max_context, self._dtype)
-        return CacheLayout.clo(self.config, self.clo, batch, self.max_context, self._dtype)
+        layout = CacheLayout.clo(self.config, self.clo, batch, self.max_context, self._dtype)
+        if self._planning.planner == "none":
+            return layout
+        if batch not in self._plans:
+            importance = self._scores(layout).kv_heads
+            self._plans[batch] = self._planning.plan(self.config, self.clo, layout, importance)
+        return with_resident(self.config, self.clo, layout, self._plans[batch].resident)
 
     def _scores(self, layout: CacheLayout) -> HeadScores:
         if self._head_scores is not None:
@@ -217,7 +238,7 @@ class LLM:
 
     def _policy(self, layout: CacheLayout, engine: int) -> CloPolicy:
         hashed = self._calibration.hash_of(self.clo.retriever, self.clo.hash_bits) if self._calibration else None
-        return CloPolicy(layout, self.clo, engine, self._scores(layout), hashed)
+        return CloPolicy(layout, self.clo, engine, self._scores(layout), hashed, self._planning.planner)
 
     def _prepare(self, batch: int, longest: int) -> tuple[Policy, Any]:
         """Policy and tables for a batch size; the engine of another batch size is closed first.

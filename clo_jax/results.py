@@ -21,6 +21,8 @@ class Metrics:
     backend: str | None = None
     retriever: str | None = None  # "hata (untrained)" with random projections, "... (trained)" with a calibration
     head_scores: str | None = None  # "neutral", "given", "measured (gates)" and the like
+    planner: str | None = None  # what chose the resident heads; "none": the configuration
+    resident_heads: int | None = None  # KV heads whose rows stay on the device, of all layers
     refresh: str | None = None
     retain: float | None = None
     sparsity: float | None = None

@@ -181,6 +181,8 @@ class Session:
             backend=self._engine.backend,
             retriever=self._policy.retriever_name,
             head_scores=self._policy.scores.source,
+            planner=self._policy.planner,
+            resident_heads=sum(len(heads) for heads in self._layout.resident),
             refresh=config.refresh,
             retain=config.retain,
             sparsity=config.sparsity,

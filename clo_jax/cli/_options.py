@@ -33,6 +33,12 @@ class Refresh(enum.StrEnum):
     delta = "delta"
 
 
+class Planner(enum.StrEnum):
+    none = "none"
+    paper = "paper"
+    cost = "cost"
+
+
 class DType(enum.StrEnum):
     auto = "auto"
     float32 = "float32"
@@ -104,7 +110,7 @@ SimThreshold = Annotated[
 ImportancePower = Annotated[float | None, _clo("--importance-power", help="n of Eq. 8.", default="3")]
 ReuseMargin = Annotated[
     float | None,
-    _clo("--reuse-margin", help="epsilon of Eq. 11, of the planner: no effect until a plan is made.", default="0.1"),
+    _clo("--reuse-margin", help="epsilon of Eq. 11; takes effect with a --planner.", default="0.1"),
 ]
 HashBits = Annotated[int | None, _clo("--hash-bits", help="Bits of a key's code, multiple of 32.", default="256")]
 SinkTokens = Annotated[int | None, _clo("--sink-tokens", help="First tokens, always attended.", default="4")]
@@ -119,6 +125,14 @@ Backend = Annotated[str | None, _clo("--backend", help="Who moves the rows (see 
 Calibration = Annotated[
     str | None,
     _clo("--calibration", help="A calibration's folder; none: run without.", default="the checkpoint's own"),
+]
+PlannerOption = Annotated[
+    Planner | None,
+    _clo("--planner", help="Which heads stay on the device: layer 0, Eq. 11-13, or the fastest step.", default="none"),
+]
+KvBudget = Annotated[
+    int | None,
+    _clo("--kv-budget", help="Bytes that --planner cost may fill.", default="most of what the device has free"),
 ]
 TransferThreads = Annotated[int | None, _clo("--transfer-threads", help="Copying threads.", default="by the backend")]
 
@@ -159,7 +173,7 @@ def load_options(attention: Attention, preset: Preset | None, **options: Any) ->
             )
         return {"attention": "full"}
     typed.pop("preset", None)
-    loading = ("kv_offload", "backend", "transfer_threads", "calibration")
+    loading = ("kv_offload", "backend", "transfer_threads", "calibration", "planner", "kv_budget")
     transfer = {name: typed.pop(name) for name in loading if name in typed}
     if transfer.get("calibration") == "none":
         transfer["calibration"] = None

@@ -24,6 +24,8 @@ def chat(
     sim_threshold: o.SimThreshold = None,
     backend: o.Backend = None,
     calibration: o.Calibration = None,
+    planner: o.PlannerOption = None,
+    kv_budget: o.KvBudget = None,
     do_sample: o.DoSample = False,
     temperature: o.Temperature = None,
     top_k: o.TopK = None,
@@ -44,6 +46,8 @@ def chat(
         sim_threshold=sim_threshold,
         backend=backend,
         calibration=calibration,
+        planner=planner,
+        kv_budget=kv_budget,
     )
     options = o.sampling_options(do_sample, seed, temperature=temperature, top_k=top_k, top_p=top_p)
 

@@ -40,6 +40,8 @@ def summary(prompt_tokens: int | None, tokens: int, reason: str, metrics: Any) -
     parts.append(f"{metrics.attention} attention")
     if metrics.retriever is not None:
         parts.append(f"retriever {metrics.retriever}, head scores {metrics.head_scores}")
+    if metrics.planner not in (None, "none"):
+        parts.append(f"planner {metrics.planner} ({metrics.resident_heads} heads resident)")
     if metrics.hit_rate is not None:
         parts.append(f"hit rate {metrics.hit_rate:.2f}")
     if metrics.backend is not None:
@@ -80,6 +82,8 @@ def generate(
     backend: o.Backend = None,
     transfer_threads: o.TransferThreads = None,
     calibration: o.Calibration = None,
+    planner: o.PlannerOption = None,
+    kv_budget: o.KvBudget = None,
     do_sample: o.DoSample = False,
     temperature: o.Temperature = None,
     top_k: o.TopK = None,
@@ -114,6 +118,8 @@ def generate(
         backend=backend,
         transfer_threads=transfer_threads,
         calibration=calibration,
+        planner=planner,
+        kv_budget=kv_budget,
     )
     options = {
         "max_new_tokens": max_new_tokens,

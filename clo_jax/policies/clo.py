@@ -68,13 +68,14 @@ def measured_scores(layout: CacheLayout, importance: Importance) -> HeadScores:
 @dataclasses.dataclass(frozen=True)
 class CloPolicy:
     """The policy for one layout, configuration and engine (its handle). `hashed`: projections of a calibration, for
-    the configuration's retriever and bits; None: untrained ones."""
+    the configuration's retriever and bits; None: untrained ones. `planner`: what chose the layout's resident heads."""
 
     layout: CacheLayout
     config: CloConfig
     engine: int
     scores: HeadScores = dataclasses.field(compare=False)
     hashed: HashWeights | None = dataclasses.field(default=None, compare=False)
+    planner: str = dataclasses.field(default="none", compare=False)
     name = "clo"
 
     @property
