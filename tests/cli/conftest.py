@@ -41,6 +41,8 @@ class FakeMetrics:
     backend: str | None = "host"
     retriever: str | None = "sign"
     head_scores: str | None = "neutral"
+    planner: str | None = "none"
+    resident_heads: int | None = 8
     hit_rate: float | None = 0.5
     rows_moved: int = 40
     bytes_moved: int = 40 * 512
