@@ -11,11 +11,11 @@ from clo_jax import checkpoints, memory, prompts
 from clo_jax.cache import calibration as calibrations
 from clo_jax.cache.calibration import Calibration
 from clo_jax.cache.layout import ENGINE_PARTS, CacheLayout
-from clo_jax.cache.planner import Plan, Planner, with_resident
+from clo_jax.cache.planner import Planner, with_resident
 from clo_jax.config import Attention, CloConfig
 from clo_jax.errors import CloError
 from clo_jax.generate import bucket_length
-from clo_jax.planning import Planning
+from clo_jax.planning import PlanOptions, Plans
 from clo_jax.policies.base import Policy
 from clo_jax.policies.clo import CloPolicy, HeadScores, given_scores, measured_scores, neutral_scores
 from clo_jax.policies.full import FullPolicy
@@ -36,7 +36,7 @@ class LLM:
     def __init__(
         self, config, params: Any, info, tokenizer: Tokenizer | None, *, attention: Attention, clo: CloConfig,
         max_context: int, max_batch: int, kv_offload: bool, backend: str, transfer_threads: int | None,
-        chunk_tokens: int, timeout_s: float, head_scores: Any, calibration: Calibration | None, planning: Planning,
+        chunk_tokens: int, timeout_s: float, head_scores: Any, calibration: Calibration | None, plan: PlanOptions,
     ) -> None:  # fmt: skip
         self.config, self.tokenizer, self.clo, self.attention = config, tokenizer, clo, attention
         self.max_context, self.max_batch = max_context, max_batch
@@ -45,10 +45,10 @@ class LLM:
         self._kv_offload, self._backend, self._threads = kv_offload, backend, transfer_threads
         self._chunk, self._timeout_s = chunk_tokens, timeout_s
         self._head_scores, self._calibration = head_scores, calibration
-        self._planning = planning
-        self._plans: dict[int, Plan] = {}
+        self._plan_options = plan
+        self._plans: Plans | None = None
         self._engine: Engine | None = None
-        self._prepared: tuple[int, Policy, Any] | None = None
+        self._prepared: tuple[Policy, Any] | None = None
         self._busy = threading.Lock()
         self._owner: int | None = None
         self._closed = False
@@ -59,6 +59,7 @@ class LLM:
         max_context: int | None = None, max_batch: int = 8, kv_offload: bool = True, backend: str = "auto",
         transfer_threads: int | None = None, chunk_tokens: int = 16, timeout_s: float = 30.0, head_scores: Any = None,
         calibration: str | os.PathLike | None = "auto", planner: Planner = "none", kv_budget: int | None = None,
+        adapt: bool = False,
     ) -> "LLM":  # fmt: skip
         """Loads a checkpoint that `clo-jax convert` made.
 
@@ -84,6 +85,8 @@ class LLM:
             each batch size and `max_context`.
           kv_budget: bytes of device memory that planner "cost" may fill with the cache; None: most of what is free on
             the device.
+          adapt: follow the workload: similarity and hits of the heads are watched, and between requests the plan is
+            made anew when enough heads would change places. The metrics say what changed.
 
         Raises:
           ValueError: a setting that makes no sense.
@@ -111,7 +114,7 @@ class LLM:
             config, params, info, tokenizer, attention=attention, clo=clo, max_context=max_context,
             max_batch=max_batch, kv_offload=kv_offload, backend=backend, transfer_threads=transfer_threads,
             chunk_tokens=chunk_tokens, timeout_s=timeout_s, head_scores=head_scores,
-            calibration=found, planning=Planning(planner, found, backend, kv_budget),
+            calibration=found, plan=PlanOptions(planner, kv_budget, adapt),
         )  # fmt: skip
         llm._scores(llm._layout(1))  # refuses settings that do not fit the model now, not at the first prompt
         return llm
@@ -157,6 +160,7 @@ class LLM:
                         for delta in self._deltas(session, decoders, new, first):
                             callback(delta)
                 metrics = session.metrics()
+                self._learn(session)
                 for row, tokens in enumerate(session.tokens):
                     answers.append(
                         Generation(
@@ -178,6 +182,7 @@ class LLM:
             session, decoders = self._session(request), [self._decoder()]
             for new in session:
                 yield from self._deltas(session, decoders, new, 0)
+            self._learn(session)
 
     def close(self) -> None:
         """Frees the engine and the parameters. Idempotent."""
@@ -196,15 +201,14 @@ class LLM:
     def describe(self) -> dict[str, Any]:
         """What this object runs with: for results files and reports."""
         layout = self._layout(1)
-        plan = self._plans.get(1)
         clo = {} if self.attention == "full" else {
             "retriever": self._policy(layout, 0).retriever_name,
             "hash_bits": layout.hash_bits,
             "head_scores": self._scores(layout).source,
             "calibration": str(self._calibration.path) if self._calibration else None,
-            "planner": self._planning.planner,
+            "planner": self._plan_options.planner,
             "resident_heads": [[layer, list(heads)] for layer, heads in enumerate(layout.resident) if heads],
-            "costs_measured_on": plan.machine.source if plan else None,
+            "costs_measured_on": self._calibration.costs.device if self._plans else None,
         }  # fmt: skip
         return {
             "checkpoint": str(self._info.path),
@@ -223,12 +227,14 @@ class LLM:
         if self.attention == "full":
             return CacheLayout.full(self.config, batch, self.max_context, self._dtype)
         layout = CacheLayout.clo(self.config, self.clo, batch, self.max_context, self._dtype)
-        if self._planning.planner == "none":
+        if self._plan_options.planner == "none":
             return layout
-        if batch not in self._plans:
+        if self._plans is None:
             importance = self._scores(layout).kv_heads
-            self._plans[batch] = self._planning.plan(self.config, self.clo, layout, importance)
-        return with_resident(self.config, self.clo, layout, self._plans[batch].resident)
+            self._plans = Plans(
+                self._plan_options, self.config, self.clo, importance, self._calibration, self._backend
+            )  # fmt: skip
+        return with_resident(self.config, self.clo, layout, self._plans.plan(batch, layout).resident)
 
     def _scores(self, layout: CacheLayout) -> HeadScores:
         if self._head_scores is not None:
@@ -238,15 +244,20 @@ class LLM:
 
     def _policy(self, layout: CacheLayout, engine: int) -> CloPolicy:
         hashed = self._calibration.hash_of(self.clo.retriever, self.clo.hash_bits) if self._calibration else None
-        return CloPolicy(layout, self.clo, engine, self._scores(layout), hashed, self._planning.planner)
+        options = self._plan_options
+        revision = self._plans.revision(layout.batch) if options.adapt else None
+        return CloPolicy(
+            layout, self.clo, engine, self._scores(layout), hashed, options.planner, options.adapt, revision
+        )  # fmt: skip
 
     def _prepare(self, batch: int, longest: int) -> tuple[Policy, Any]:
-        """Policy and tables for a batch size; the engine of another batch size is closed first.
+        """Policy and tables for a batch size; the engine of another layout is closed first.
 
         Raises:
           MemoryPlanError: what is not allocated yet does not fit, `longest` tokens of prefill included.
         """
-        layout, ready = self._layout(batch), self._prepared is not None and self._prepared[0] == batch
+        layout = self._layout(batch)
+        ready = self._prepared is not None and self._prepared[0].layout == layout
         if self._engine is not None and not ready:
             self._engine.close()
             self._engine = self._prepared = None
@@ -257,7 +268,7 @@ class LLM:
         need = {name: size for name, size in parts.items() if not (ready and name in ENGINE_PARTS)}
         memory.require(need, memory.available_host_bytes())
         if ready:
-            return self._prepared[1:]
+            return self._prepared
         policy: Policy
         if self.attention == "full":
             policy = FullPolicy(layout)
@@ -269,12 +280,17 @@ class LLM:
                 kv_offload=self._kv_offload, timeout_s=self._timeout_s,
             )  # fmt: skip
             policy = self._policy(layout, self._engine.handle)
-        self._prepared = (batch, policy, policy.tables())
-        return self._prepared[1:]
+        self._prepared = (policy, policy.tables())
+        return self._prepared
 
     def _session(self, request: Request) -> Session:
         policy, tables = self._prepare(len(request.prompts), max(len(p) for p in request.prompts))
         return Session(self.config, self._params, policy, tables, self._engine, request, self._chunk)
+
+    def _learn(self, session: Session) -> None:
+        """Lets the plans follow what a request showed."""
+        if self._plans is not None and session.head_statistics is not None:
+            self._plans.observe(session.head_statistics)
 
     def _requests(self, given: Prompts, chat: bool, options: Options) -> list[Request]:
         info, vocab_size = self._info, self.config.vocab_size

@@ -1,4 +1,4 @@
-"""The plan of a running model: its calibration and the machine, for the batch at hand, to resident heads."""
+"""The plans of a running model: its calibration and the machine, for the batch at hand, to resident heads."""
 
 import dataclasses
 from typing import Any
@@ -6,56 +6,93 @@ from typing import Any
 import jax
 import numpy as np
 
+from clo_jax.adaptation import Revision, Seen, revised
 from clo_jax.cache.calibration import Calibration
 from clo_jax.cache.calibration_parts import Costs, Similarity
 from clo_jax.cache.layout import CacheLayout
 from clo_jax.cache.planner import PLANNERS, Heads, Plan, Planner, make_plan, measured_machine
 from clo_jax.config import CloConfig, ModelConfig
+from clo_jax.policies.tracking import HeadStatistics
 from clo_jax.transfer.backends import backends
 
 _SHARE = 0.8  # of the device memory that is free, for the cache; the rest is for a step's temporaries
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Planning:
-    """What plans are made with. `budget`: bytes of device memory for the cache (planner cost); None: most of what the
-    device has free."""
+@dataclasses.dataclass(frozen=True)
+class PlanOptions:
+    """How a model is planned. `budget`: bytes of device memory for the cache (planner cost); None: most of what the
+    device has free. `adapt`: plans follow what requests show."""
 
-    planner: Planner
-    calibration: Calibration | None
-    backend: str
+    planner: Planner = "none"
     budget: int | None = None
+    adapt: bool = False
 
     def __post_init__(self) -> None:
         if self.planner not in PLANNERS:
             raise ValueError(f"planner: got {self.planner!r}, wanted none, paper or cost")
         if self.budget is not None and self.planner != "cost":
             raise ValueError(f"kv_budget: got {self.budget} with planner {self.planner}, wanted planner cost")
+        if self.adapt and self.planner == "none":
+            raise ValueError("adapt: got True with planner none, wanted planner paper or cost")
 
-    def plan(self, model: ModelConfig, clo: CloConfig, layout: CacheLayout, importance: np.ndarray) -> Plan:
-        """The plan for a layout without a plan.
 
-        Args:
-          importance: of KV heads, [L, K].
+class Plans:
+    """One plan for each batch size of a model; with `adapt` they are revised between requests."""
+
+    def __init__(
+        self, options: PlanOptions, model: ModelConfig, clo: CloConfig, importance: np.ndarray,
+        calibration: Calibration | None, backend: str,
+    ) -> None:  # fmt: skip
+        """Args:
+          importance: of KV heads, [L, K]. backend: as for the engine.
 
         Raises:
           ValueError: the calibration lacks what a plan needs, or resident heads are given as well.
         """
+        planner = options.planner
         if clo.resident_heads is not None:
-            raise ValueError(f"planner: got {self.planner!r} together with resident_heads, wanted one of them")
-        found = self.calibration
+            raise ValueError(f"planner: got {planner!r} together with resident_heads, wanted one of them")
         for name, flag in (("similarity", "--similarity"), ("costs", "--costs")):
-            if found is None or getattr(found, name) is None:
+            if calibration is None or getattr(calibration, name) is None:
                 raise ValueError(
-                    f"planner: got {self.planner!r} without measured {name}, wanted a calibration that has them: "
+                    f"planner: got {planner!r} without measured {name}, wanted a calibration that has them: "
                     f"clo-jax calibrate CKPT {flag}"
                 )
-        machine = measured_machine(found.costs, backend_of(self.backend, found.costs), model, layout)
-        budget = self.budget
-        if self.planner == "cost" and budget is None:
-            budget = free_device_bytes()
-        heads = measured_heads(importance, found.similarity, clo)
-        return make_plan(self.planner, model, clo, layout, heads, machine, budget)
+        self.options, self._model, self._clo = options, model, clo
+        self._heads = measured_heads(importance, calibration.similarity, clo)
+        self._seen = Seen(self._heads)
+        self._costs, self._backend = calibration.costs, backend_of(backend, calibration.costs)
+        # Asked once: later the caches themselves take from what is free.
+        self._budget = free_device_bytes() if planner == "cost" and options.budget is None else options.budget
+        self._made: dict[int, tuple[CacheLayout, Plan, Heads, Revision]] = {}
+
+    def plan(self, batch: int, layout: CacheLayout) -> Plan:
+        """The plan for a batch size, whose layout without a plan is given.
+
+        Raises:
+          ValueError: the backend's bandwidth was not measured, or the budget is too small.
+        """
+        if batch not in self._made:
+            heads = self._seen.heads(self._heads)
+            self._made[batch] = (layout, self._make(layout, heads), heads, Revision())
+        return self._made[batch][1]
+
+    def revision(self, batch: int) -> Revision:
+        """How the plan for a batch size came to be."""
+        return self._made[batch][3]
+
+    def observe(self, found: HeadStatistics) -> None:
+        """Takes what a request showed, and revises the plans that it speaks against."""
+        self._seen.add(found)
+        heads = self._seen.heads(self._heads)
+        for batch, (layout, plan, made_with, revision) in self._made.items():
+            other = revised(plan, self._make(layout, heads), revision, made_with.similarity, heads.similarity)
+            if other is not None:
+                self._made[batch] = (layout, other[0], heads, other[1])
+
+    def _make(self, layout: CacheLayout, heads: Heads) -> Plan:
+        machine = measured_machine(self._costs, self._backend, self._model, layout)
+        return make_plan(self.options.planner, self._model, self._clo, layout, heads, machine, self._budget)
 
 
 def measured_heads(importance: np.ndarray, similarity: Similarity, clo: CloConfig) -> Heads:

@@ -23,6 +23,7 @@ class Metrics:
     head_scores: str | None = None  # "neutral", "given", "measured (gates)" and the like
     planner: str | None = None  # what chose the resident heads; "none": the configuration
     resident_heads: int | None = None  # KV heads whose rows stay on the device, of all layers
+    plan_revision: dict[str, Any] | None = None  # with adapt: how often the plan was revised, and what changed last
     refresh: str | None = None
     retain: float | None = None
     sparsity: float | None = None

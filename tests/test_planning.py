@@ -9,7 +9,7 @@ from clo_jax.cache import calibration
 from clo_jax.cache.calibration_parts import Costs, Importance, Similarity
 from clo_jax.config import CloConfig
 from clo_jax.llm import LLM
-from clo_jax.planning import Planning, backend_of, measured_heads
+from clo_jax.planning import PlanOptions, backend_of, measured_heads
 from tests import tiny, tiny_checkpoint
 
 L, K = tiny.LLAMA.num_layers, tiny.LLAMA.num_kv_heads
@@ -110,6 +110,7 @@ def test_answers_with_a_plan_are_those_of_the_same_heads_given(checkpoint, measu
             {"planner": "paper", "clo": dataclasses.replace(CLO, resident_heads=((0, (0, 1)),))},
             "planner: got 'paper' together with resident_heads",
         ),
+        ({"adapt": True}, "adapt: got True with planner none"),
         ({"planner": "paper", "backend": "pull"}, "backend: got 'pull', whose bandwidth was not measured"),
     ],
 )
@@ -140,4 +141,36 @@ def test_backend_of_a_plan():
     assert backend_of("pull", COSTS) == "pull"
     assert backend_of("auto", COSTS) == "host"
     with pytest.raises(ValueError, match="planner"):
-        Planning("fast", None, "auto")
+        PlanOptions("fast")
+
+
+def test_a_plan_follows_the_workload(checkpoint, measured):
+    """The calibration says that every head is easy; the random model's heads are not."""
+    calibration.update(measured, similarity(np.full((L, K), 0.999, np.float32)), provenance={})
+    wide = dataclasses.replace(CLO, reuse_margin=0.15)
+    with load(checkpoint, measured, planner="paper", adapt=True, clo=wide) as llm:
+        assert llm._layout(1).resident == ((0, 1), (), ())
+        first = llm.generate(tiny.prompt(100), max_new_tokens=100, ignore_eos=True)[0]
+        seen = llm._plans._seen.similarity
+        assert (seen[1:] < 0.95).all()
+        layout = llm._layout(1)
+        assert layout.resident[1:] != ((), ())
+        again = answer(llm)
+    assert first.metrics.plan_revision["number"] == 0 and first.metrics.resident_heads == 2
+    revision = again.metrics.plan_revision
+    assert revision["number"] == 1 and revision["left"] == ()
+    assert set(revision["became_resident"]) == {(layer, head) for layer in (1, 2) for head in layout.resident[layer]}
+    assert again.metrics.resident_heads == 2 + len(revision["became_resident"])
+    assert revision["similarity_change"] > 0.01
+
+
+def test_tracking_changes_no_token(checkpoint, measured):
+    prompt = tiny.prompt(120)
+    with load(checkpoint, measured, planner="paper") as llm:
+        plain = llm.generate(prompt, max_new_tokens=30, ignore_eos=True)[0]
+    with load(checkpoint, measured, planner="paper", adapt=True) as llm:
+        tracked = llm.generate(prompt, max_new_tokens=30, ignore_eos=True)[0]
+        found = llm._plans._seen
+    assert tracked.token_ids == plain.token_ids
+    assert tracked.metrics.hit_rate == plain.metrics.hit_rate
+    assert np.all(np.abs(found.similarity) <= 1)

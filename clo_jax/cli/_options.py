@@ -134,6 +134,10 @@ KvBudget = Annotated[
     int | None,
     _clo("--kv-budget", help="Bytes that --planner cost may fill.", default="most of what the device has free"),
 ]
+Adapt = Annotated[
+    bool | None,
+    _clo("--adapt/--no-adapt", help="Revise the plan between requests when the workload drifts.", default="off"),
+]
 TransferThreads = Annotated[int | None, _clo("--transfer-threads", help="Copying threads.", default="by the backend")]
 
 DoSample = Annotated[bool, _sampling("--do-sample", help="Draw tokens; without it the likeliest one is taken.")]
@@ -165,15 +169,13 @@ def load_options(attention: Attention, preset: Preset | None, **options: Any) ->
     typed = given(preset=preset, **options)
     if attention is Attention.full:
         if typed:
-            names = ", ".join(
-                "--no-kv-offload" if (n, v) == ("kv_offload", False) else flag(n) for n, v in typed.items()
-            )
+            names = ", ".join("--no-" + flag(n)[2:] if v is False else flag(n) for n, v in typed.items())
             raise ValueError(
                 f"--attention full: got {names}, wanted no CLO flags (they have no effect on full attention)"
             )
         return {"attention": "full"}
     typed.pop("preset", None)
-    loading = ("kv_offload", "backend", "transfer_threads", "calibration", "planner", "kv_budget")
+    loading = ("kv_offload", "backend", "transfer_threads", "calibration", "planner", "kv_budget", "adapt")
     transfer = {name: typed.pop(name) for name in loading if name in typed}
     if transfer.get("calibration") == "none":
         transfer["calibration"] = None

@@ -26,6 +26,7 @@ def chat(
     calibration: o.Calibration = None,
     planner: o.PlannerOption = None,
     kv_budget: o.KvBudget = None,
+    adapt: o.Adapt = None,
     do_sample: o.DoSample = False,
     temperature: o.Temperature = None,
     top_k: o.TopK = None,
@@ -48,6 +49,7 @@ def chat(
         calibration=calibration,
         planner=planner,
         kv_budget=kv_budget,
+        adapt=adapt,
     )
     options = o.sampling_options(do_sample, seed, temperature=temperature, top_k=top_k, top_p=top_p)
 
