@@ -14,7 +14,7 @@ import numpy as np
 
 from clo_jax import models
 from clo_jax.config import ModelConfig
-from clo_jax.ops.causal_attention import implementation, prefill_attention
+from clo_jax.ops.causal_attention import implementation
 
 # Scores of one chunk of queries exist at a time. A prompt makes at most this many chunks: they are unrolled, so that no
 # chunk meets keys that come after it.
@@ -41,9 +41,9 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array, window: Window
     Returns:
       [B, N, H, D] in the dtype of `query`; softmax in float32.
     """
-    B, N, _, D = query.shape
+    N, D = query.shape[1], query.shape[3]
     if window is None and implementation(query.dtype, D) == "cudnn":
-        return prefill_attention(query, key, value, jnp.full((B,), N, jnp.int32))
+        return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
     size = max(_SMALLEST_CHUNK, -(-N // _MOST_CHUNKS))
     parts = []
     for start in range(0, N, size):

@@ -30,7 +30,7 @@ from clo_jax.errors import CheckpointError
 
 _RAMP = 0.2  # share of the steps in which the rate rises, and in which it falls again
 _RATE_FLOOR = 0.1
-_BUCKET = 256  # prompts are padded to a multiple of this: one compilation each
+_SMALLEST_BUCKET = 256  # prompts are padded, so that those of about one length share their programs
 _ANSWER_BUCKET = 64
 
 
@@ -46,7 +46,7 @@ class GateSettings:
     sparsity_weight: float = 0.05
     needles: int = 10
     words: int = 32
-    lengths: tuple[int, ...] = (2000, 4000, 8000, 16000, 32000)
+    lengths: tuple[int, ...] = (2000, 4000, 7500, 16000, 32000)
     examples: int = 400  # different prompts; more steps go through them again, in another order
     seed: int = 0
 
@@ -136,14 +136,14 @@ def optimise_gates(
     if state_file is not None and state_file.exists():
         state = _read(state_file, state, fingerprint)
     update = jax.jit(lambda grads, state, gates: _update(optimiser, grads, state, gates))
-    wanted: dict[int, jax.Array] = {}  # the model's own hidden states, by example
+    wanted: dict[int, np.ndarray] = {}  # the model's own hidden states, by example; kept on the host
     try:
         while state.step < settings.steps:
             index = _example_of(state.step, len(examples), settings.seed)
             if index not in wanted:
-                wanted[index] = own_states(config, params, examples[index], settings.window)
+                wanted[index] = np.asarray(own_states(config, params, examples[index], settings.window))
             distance, grads = distance_gradient(
-                config, params, state.gates, examples[index], wanted[index], settings.window
+                config, params, state.gates, examples[index], jnp.asarray(wanted[index]), settings.window
             )
             gates, inner = update(grads + settings.sparsity_weight / gates.size, state.optimiser, state.gates)
             mean = float(jnp.mean(gates))
@@ -191,7 +191,8 @@ def distance_gradient(
 def padded(config: ModelConfig, params: Any, example: Example) -> tuple[jax.Array, jax.Array]:
     """Embeddings of the prompt, padded to its bucket [1, N, hidden], and its length [1]."""
     length = len(example.tokens)
-    tokens = np.zeros((1, -(-length // _BUCKET) * _BUCKET), np.int32)
+    step = max(_SMALLEST_BUCKET, (1 << (length - 1).bit_length()) // 16)  # a sixteenth of padding at most
+    tokens = np.zeros((1, -(-length // step) * step), np.int32)
     tokens[0, :length] = example.tokens
     return gated.embed_jitted(config, params, jnp.asarray(tokens)), jnp.asarray([length], jnp.int32)
 

@@ -2,7 +2,7 @@
 
 Features of the residual stream stand for themselves: a token is "the first", "a needle" with one of several payloads,
 "the question", or filler. In layer 1, query head 2 (KV head 1) of a question looks for needles and copies their payload
-into features that nothing else writes.
+into features that nothing else writes, and that make one of four answers the likeliest next token.
 """
 
 import jax
@@ -15,7 +15,7 @@ from clo_jax.config import ModelConfig, RopeConfig
 # A base so large that the last pair of dimensions does not turn within these prompts.
 CONFIG = ModelConfig("llama", 32, 32, 32, 2, 4, 2, 16, 1e-5, 4096, RopeConfig(1e12), tie_word_embeddings=True)
 LAYER, HEAD, KV_HEAD = 1, 2, 1
-FIRST, QUESTION, NEEDLES, FILLER = 0, 1, range(2, 6), range(6, 32)
+FIRST, QUESTION, NEEDLES, FILLER, ANSWERS = 0, 1, range(2, 6), range(6, 28), range(28, 32)
 _STILL = 7  # the first dimension of that pair
 _IS_FIRST, _IS_NEEDLE, _IS_QUESTION, _CONSTANT, _PAYLOAD, _COPIED, _SEEN = 0, 1, 2, 3, 4, 8, 12
 
@@ -27,6 +27,7 @@ def params():
     embedding[FIRST, _IS_FIRST] = embedding[QUESTION, _IS_QUESTION] = 1
     for i, token in enumerate(NEEDLES):
         embedding[token, [_IS_NEEDLE, _PAYLOAD + i]] = 1
+        embedding[ANSWERS[i], _COPIED + i] = 1
     embedding[list(FILLER), 16:] = 0.3 * rng.standard_normal((len(FILLER), 16))
     layers = {}
     for layer in range(2):
