@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clo_jax.cache.calibration_parts import Costs
+from clo_jax.cache.hardware import layer_weight_bytes
 from clo_jax.cache.layout import CacheLayout
 from clo_jax.config import CloConfig, ModelConfig
 from clo_jax.errors import CloError
@@ -23,7 +24,6 @@ from clo_jax.transfer.engine import Engine
 
 _CHUNK = 8  # decode steps per program
 _CHUNKS = 3  # timed together, after one more that compiles
-_LAYERS = (1, 3)  # the difference leaves out embedding, head and dispatch
 _READ_BYTES = 256 << 20  # more than caches hold
 
 
@@ -35,7 +35,7 @@ def measure_costs(
     """Measures.
 
     Args:
-      config, params: the model; only its first layer is used, several times over.
+      config, params: the model; of its layers as many are used as caches do not hold.
       clo: sparsity, retriever, buffers. Thresholds are set so that every head hits.
       batches, contexts: each pair is timed.
       backend: of the timed runs; every available one's bandwidth is measured.
@@ -64,22 +64,27 @@ def num_measurements(batches: Sequence[int], contexts: Sequence[int]) -> int:
 def layer_seconds(
     config: ModelConfig, params: Any, clo: CloConfig, batch: int, context: int, backend: str = "auto", repeats: int = 3
 ) -> float:
-    """Seconds of one decode layer with all its heads offloaded and all of them hitting: from the steps of a model of
-    one such layer and of one with three.
+    """Seconds of one decode layer with all its heads offloaded and all of them hitting: the difference, by layer, of a
+    step through one layer and a step through several, which leaves out embedding, head and dispatch.
 
     Raises:
-      ValueError: a context without room for the timed steps.
+      ValueError: a context without room for the timed steps, or a model of one layer.
       CloError: more layers were never slower.
     """
     steps = _CHUNK * (_CHUNKS + 1) + 1
     if context < 2 * steps:
         raise ValueError(f"context: got {context}, wanted at least {2 * steps}")
+    if config.num_layers < 2:
+        raise ValueError("num_layers: got 1, wanted at least 2 to tell a layer's time from that of the rest")
+    weights = layer_weight_bytes(config, params["embed"]["embedding"].dtype.itemsize)
+    number = min(config.num_layers, max(3, 1 + -(-_READ_BYTES // weights)))
     for _ in range(repeats):
         few, many = (
-            _step_seconds(config, params, clo, batch, context, backend, repeats, steps, layers) for layers in _LAYERS
+            _step_seconds(config, params, clo, batch, context, backend, repeats, steps, layers)
+            for layers in (1, number)
         )
         if many > few:
-            return (many - few) / (_LAYERS[1] - _LAYERS[0])
+            return (many - few) / (number - 1)
     raise CloError(f"the time of a layer at batch {batch}, {context} tokens drowns in noise: is the machine busy?")
 
 
@@ -89,7 +94,7 @@ def _step_seconds(
 ) -> float:  # fmt: skip
     """Seconds of a decode step of so many layers; the best of the repeats."""
     model = dataclasses.replace(config, num_layers=layers)
-    weights = params | {"layers": {layer: params["layers"][0] for layer in range(layers)}}
+    weights = params | {"layers": {layer: params["layers"][layer] for layer in range(layers)}}
     hitting = dataclasses.replace(clo, sim_threshold=-1.0, refresh_on_flush=False, resident_heads=())
     dtype = str(params["embed"]["embedding"].dtype)
     layout = CacheLayout.clo(model, hitting, batch, context, dtype)

@@ -1,5 +1,7 @@
 """Costs: what is measured and in which order, on a tiny model; what makes no sense is refused."""
 
+import dataclasses
+
 import jax
 import pytest
 
@@ -37,16 +39,18 @@ def test_layers_are_timed_by_difference(monkeypatch):
         return 0.5 + 0.25 * layers
 
     monkeypatch.setattr(costs, "_step_seconds", step)
-    assert costs.layer_seconds(tiny.LLAMA, {}, CLO, 2, 256, repeats=2) == pytest.approx(0.25)
+    assert costs.layer_seconds(tiny.LLAMA, tiny.params(tiny.LLAMA), CLO, 2, 256, repeats=2) == pytest.approx(0.25)
     assert asked == [(2, 256, 1), (2, 256, 3)]
 
 
 def test_noise_is_an_error(monkeypatch):
     monkeypatch.setattr(costs, "_step_seconds", lambda *args: 1.0 / args[-1])
     with pytest.raises(CloError, match="batch 1, 256 tokens drowns in noise"):
-        costs.layer_seconds(tiny.LLAMA, {}, CLO, 1, 256)
+        costs.layer_seconds(tiny.LLAMA, tiny.params(tiny.LLAMA), CLO, 1, 256)
 
 
 def test_a_context_without_room_is_refused():
     with pytest.raises(ValueError, match="context: got 65, wanted at least 66"):
         costs.layer_seconds(tiny.LLAMA, {}, CLO, 1, 65)
+    with pytest.raises(ValueError, match="num_layers: got 1"):
+        costs.layer_seconds(dataclasses.replace(tiny.LLAMA, num_layers=1), {}, CLO, 1, 256)
