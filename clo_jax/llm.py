@@ -230,9 +230,10 @@ class LLM:
         if self._plan_options.planner == "none":
             return layout
         if self._plans is None:
-            importance = self._scores(layout).kv_heads
+            scores = self._scores(layout)
             self._plans = Plans(
-                self._plan_options, self.config, self.clo, importance, self._calibration, self._backend
+                self._plan_options, self.config, self.clo, scores.kv_heads, scores.source, self._calibration,
+                self._backend,
             )  # fmt: skip
         return with_resident(self.config, self.clo, layout, self._plans.plan(batch, layout).resident)
 

@@ -40,11 +40,11 @@ class Plans:
     """One plan for each batch size of a model; with `adapt` they are revised between requests."""
 
     def __init__(
-        self, options: PlanOptions, model: ModelConfig, clo: CloConfig, importance: np.ndarray,
+        self, options: PlanOptions, model: ModelConfig, clo: CloConfig, importance: np.ndarray, scores_source: str,
         calibration: Calibration | None, backend: str,
     ) -> None:  # fmt: skip
         """Args:
-          importance: of KV heads, [L, K]. backend: as for the engine.
+          importance: of KV heads, [L, K]; scores_source: where it comes from. backend: as for the engine.
 
         Raises:
           ValueError: the calibration lacks what a plan needs, or resident heads are given as well.
@@ -59,7 +59,7 @@ class Plans:
                     f"clo-jax calibrate CKPT {flag}"
                 )
         self.options, self._model, self._clo = options, model, clo
-        self._heads = measured_heads(importance, calibration.similarity, clo)
+        self._heads = measured_heads(importance, scores_source, calibration.similarity, clo)
         self._seen = Seen(self._heads)
         self._costs, self._backend = calibration.costs, backend_of(backend, calibration.costs)
         # Asked once: later the caches themselves take from what is free.
@@ -95,13 +95,16 @@ class Plans:
         return make_plan(self.options.planner, self._model, self._clo, layout, heads, machine, self._budget)
 
 
-def measured_heads(importance: np.ndarray, similarity: Similarity, clo: CloConfig) -> Heads:
-    """Heads with the figures that were measured under the settings in use; the others are predicted."""
+def measured_heads(importance: np.ndarray, scores_source: str, similarity: Similarity, clo: CloConfig) -> Heads:
+    """Heads with the figures that were measured under the settings and head scores in use; the others are predicted."""
+    settings = similarity.settings.get("clo", {})
 
     def same(*names: str) -> bool:
-        return all(similarity.settings.get(name) == getattr(clo, name) for name in names)
+        return all(name in settings and settings[name] == getattr(clo, name) for name in names)
 
-    hits = same("sim_threshold", "importance_power", "refresh_on_flush")
+    hits = same("sim_threshold", "importance_power", "refresh_on_flush") and (
+        similarity.settings.get("head_scores") == scores_source
+    )
     return Heads(
         importance, similarity.adjacent, similarity.hit_rate if hits else None,
         similarity.new_rows if same("refresh", "retain", "sparsity") else None,

@@ -21,8 +21,8 @@ HEAD_BYTES = 52 * 2 * tiny.LLAMA.head_dim * 4
 COSTS = Costs(((1, 256, 1e-3), (2, 256, 1e-3)), {"host": HEAD_BYTES / 2e-3}, "a test", 1e10)
 
 
-def similarity(adjacent=ADJACENT, **settings):
-    ones = np.ones((L, K), np.float32)
+def similarity(adjacent=ADJACENT, head_scores="neutral", **clo):
+    ones, settings = np.ones((L, K), np.float32), {"clo": clo, "head_scores": head_scores}
     return Similarity(adjacent, adjacent, ones, 0.25 * ones, ones, 0.5 * ones, ones, ones, settings)
 
 
@@ -130,9 +130,10 @@ def test_measured_figures_count_under_their_own_settings():
         sim_threshold=0.8, importance_power=3.0, refresh_on_flush=True, refresh="delta", retain=1.5, sparsity=0.2
     )  # fmt: skip
     ones = np.ones((L, K))
-    found = measured_heads(ones, similarity(**settings), CLO)
+    found = measured_heads(ones, "neutral", similarity(**settings), CLO)
     assert found.hit_rate[0, 0] == 0.25 and found.new_rows[0, 0] == 0.5
-    other = measured_heads(ones, similarity(**settings | {"sim_threshold": 0.7, "retain": 2.0}), CLO)
+    assert measured_heads(ones, "given", similarity(**settings), CLO).hit_rate is None
+    other = measured_heads(ones, "neutral", similarity(**settings | {"sim_threshold": 0.7, "retain": 2.0}), CLO)
     assert other.hit_rate is None and other.new_rows is None
     np.testing.assert_array_equal(other.similarity, ADJACENT)
 

@@ -26,6 +26,8 @@ def calibrate(
             show_default=False,
         ),
     ] = None,
+    hash: Annotated[bool, _part("--hash", help="Hash functions, trained and compared on held-out text.")] = False,
+    similarity: Annotated[bool, _part("--similarity", help="Similarity of steps, hits, and a trace of them.")] = False,
     costs: Annotated[bool, _part("--costs", help="Layer time and bandwidths of this machine.")] = False,
     small: Annotated[
         bool | None,
@@ -40,16 +42,17 @@ def calibrate(
     ] = None,
     backend: o.Backend = None,
     seed: Annotated[int, typer.Option(help="Of prompts and their order.")] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue gates that were interrupted.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue gates and hash functions that were interrupted.")
+    ] = False,
     json: o.Json = False,
     quiet: o.Quiet = False,
     no_progress: o.NoProgress = False,
     debug: o.Debug = False,
 ) -> None:
-    """Measure head importance and costs of a model into CKPT/calibration."""
-    everything = importance is None and not costs
-    if everything:
-        importance, costs = "gates", True
+    """Measure what a model needs to run well: importance, hash functions, similarity, costs, into CKPT/calibration."""
+    if importance is None and not (hash or similarity or costs):
+        importance, hash, similarity, costs = "gates", True, True, True
     gates = o.given(per=per, steps=steps)
 
     import jax
@@ -62,7 +65,7 @@ def calibrate(
         _console.note(f"{'--small' if small else '--full'}: JAX runs on {jax.default_backend()}")
     outcome = run(
         checkpoint,
-        Parts(importance, costs),
+        Parts(importance, hash, similarity, costs),
         small=small,
         seed=seed,
         resume=resume,

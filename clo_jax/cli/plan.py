@@ -160,7 +160,7 @@ def _inputs(
     from clo_jax.calibrate.duo_scores import read_duo_scores
     from clo_jax.checkpoints import read_info
     from clo_jax.planning import measured_heads
-    from clo_jax.policies.clo import given_scores
+    from clo_jax.policies.clo import measured_scores, neutral_scores
 
     if checkpoint is not None and model is not None:
         raise ValueError("--model: got it together with a checkpoint, wanted one of them")
@@ -180,9 +180,10 @@ def _inputs(
     part = read_duo_scores(scores, config) if scores is not None else found.importance if found else None
     shape = (config.num_layers, config.num_kv_heads)
     layout = CacheLayout.clo(config, clo, 1, min(4096, config.max_position_embeddings), dtype)
-    importance = np.ones(shape) if part is None else given_scores(layout, part.scores).kv_heads
+    head_scores = neutral_scores(layout) if part is None else measured_scores(layout, part)
+    importance = head_scores.kv_heads
     if found is not None and found.similarity is not None and similarity is None:
-        heads, source = measured_heads(importance, found.similarity, clo), "measured"
+        heads, source = measured_heads(importance, head_scores.source, found.similarity, clo), "measured"
     else:
         value = 0.85 if similarity is None else similarity
         heads, source = Heads(importance, np.full(shape, value)), f"{value:g} assumed for every head"

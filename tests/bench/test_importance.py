@@ -5,7 +5,7 @@ import pytest
 
 from clo_jax.bench.importance import survives, windowed
 from clo_jax.calibrate import gated
-from tests.calibrate import planted
+from tests.calibrate import planted_head as planted
 
 WINDOW = gated.Window(4, 16)
 

@@ -15,7 +15,7 @@ from clo_jax.calibrate.quick import distant_mass, quick_estimate
 from clo_jax.errors import CheckpointError
 from clo_jax.ops import causal_attention
 from tests import tiny
-from tests.calibrate import planted
+from tests.calibrate import planted_head as planted
 
 SETTINGS = GateSettings.small(sink=4, recent=16, steps=40, rate=0.1, lengths=(96,))
 

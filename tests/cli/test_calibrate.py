@@ -1,5 +1,6 @@
 """clo-jax calibrate on a tiny checkpoint: parts, provenance, what is picked up afterwards, wrong calls."""
 
+import dataclasses
 import json
 import shutil
 
@@ -7,8 +8,11 @@ import numpy as np
 import pytest
 
 from clo_jax.cache import calibration
+from clo_jax.calibrate import parts
 from clo_jax.calibrate import run as runs
+from clo_jax.calibrate.hashing import HashSettings
 from clo_jax.calibrate.importance import GateSettings
+from clo_jax.config import CloConfig
 from clo_jax.llm import LLM
 from tests import tiny, tiny_checkpoint
 
@@ -69,7 +73,7 @@ def test_a_published_file_is_taken_over(run, checkpoint, tmp_path):
 
 
 def test_parts_are_kept_beside_each_other(run, checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(runs.costs_lib, "layer_seconds", lambda *args: 1e-3)
+    monkeypatch.setattr(parts.costs_lib, "layer_seconds", lambda *args: 1e-3)
     file = tmp_path / "heads.tsv"
     np.savetxt(file, np.full((3, 2), 0.5), delimiter="\t")
     assert run("calibrate", checkpoint, "--importance", file).code == 0
@@ -81,7 +85,7 @@ def test_parts_are_kept_beside_each_other(run, checkpoint, tmp_path, monkeypatch
 
 
 def test_an_interrupted_run_is_continued(run, checkpoint, monkeypatch):
-    gates = runs.optimise_gates
+    gates = parts.optimise_gates
 
     def interrupted(*args, progress, **options):
         def step(done):
@@ -94,25 +98,53 @@ def test_an_interrupted_run_is_continued(run, checkpoint, monkeypatch):
     arguments = ["calibrate", checkpoint, "--importance", "gates", "--small"]
     assert run(*arguments).code == 0
     whole = calibration.read(checkpoint / "calibration").importance.scores
-    monkeypatch.setattr(runs, "optimise_gates", interrupted)
+    monkeypatch.setattr(parts, "optimise_gates", interrupted)
     assert "the power went out" in run(*arguments).err
-    assert (checkpoint / "calibration" / runs.STATE_FILE).exists()
+    assert (checkpoint / "calibration" / parts.STATE_FILE).exists()
     steps = []
 
     def counted(*args, progress, **options):
         return gates(*args, progress=lambda done: (steps.append(done.step), progress(done)), **options)
 
-    monkeypatch.setattr(runs, "optimise_gates", counted)
+    monkeypatch.setattr(parts, "optimise_gates", counted)
     assert run(*arguments, "--resume").code == 0
     assert steps == [3]
     np.testing.assert_array_equal(calibration.read(checkpoint / "calibration").importance.scores, whole)
 
 
+def model(config, small):
+    return parts.Model(config, None, None, CloConfig(), small, seed=7, resume=False)
+
+
 def test_prompts_fit_the_model():
-    settings = runs.gate_settings(tiny.LLAMA, False, 7, {})
-    assert (settings.lengths, settings.seed, settings.steps) == ((2000,), 7, 2000)
+    settings = parts.gate_settings(model(tiny.LLAMA, False), {"rate": 0.5})
+    assert (settings.lengths, settings.seed, settings.steps, settings.rate) == ((2000,), 7, 2000, 0.5)
+    short = dataclasses.replace(tiny.LLAMA, max_position_embeddings=1000)
+    assert parts.gate_settings(model(short, False), {}).lengths == (950,)
+    assert model(short, True).lengths(500, 900, 1500) == (500, 900)
     with pytest.raises(ValueError, match="parts: got none"):
         runs.calibrate("nowhere", runs.Parts(), small=True)
+
+
+def test_all_parts_follow_each_other(run, checkpoint, monkeypatch):
+    """Hash functions and similarity in their small form, on prompts that the tiny tokenizer makes long."""
+    monkeypatch.setattr(parts.costs_lib, "layer_seconds", lambda *args: 1e-3)
+    kinds = [HashSettings("sign", 32, steps=25, keys=64), HashSettings("hata", 32, steps=25, keys=64)]
+    monkeypatch.setattr(parts, "hash_settings", lambda model: kinds)
+    monkeypatch.setattr(parts.Model, "lengths", lambda self, *wanted: (700,))
+    result = run("calibrate", checkpoint, "--small", "--context", "128")
+    assert result.code == 0, result.err
+    found = calibration.read(checkpoint / "calibration")
+    assert set(found.parts()) == {
+        "importance", "hash-sign-32", "hash-hata-32", "choice", "similarity", "trace", "costs"
+    }  # fmt: skip
+    assert found.similarity.settings["head_scores"] == "measured (gates)"
+    assert found.similarity.settings["clo"]["hash_bits"] == 32
+    assert sorted(path.name for path in (checkpoint / "calibration").iterdir() if "partial" in path.name) == []
+    with LLM.load(checkpoint, max_context=256, planner="paper") as llm:
+        answer = llm.generate(tiny.prompt(100), max_new_tokens=6, ignore_eos=True)[0]
+    assert answer.metrics.retriever == f"{found.choice.retriever} (trained)"
+    assert answer.metrics.planner == "paper" and answer.metrics.resident_heads >= 2
 
 
 @pytest.mark.parametrize(
