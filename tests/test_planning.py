@@ -7,6 +7,7 @@ import pytest
 
 from clo_jax.cache import calibration
 from clo_jax.cache.calibration_parts import Costs, Importance, Similarity
+from clo_jax.cache.planner import with_resident
 from clo_jax.config import CloConfig
 from clo_jax.llm import LLM
 from clo_jax.planning import PlanOptions, backend_of, measured_heads
@@ -69,13 +70,16 @@ def test_without_a_planner_nothing_changes(checkpoint, measured):
 
 def test_cost_fills_its_budget_with_the_heads_that_move_most(checkpoint, measured):
     with load(checkpoint, measured) as llm:
-        least = sum(llm._layout(1).device_bytes().values())
+        layout = llm._layout(1)
+    least = sum(layout.device_bytes().values())
+    one_more = with_resident(tiny.LLAMA, CLO, layout, ((0, (0, 1)), (1, (1,))))
+    budget = least + 3 * (sum(one_more.device_bytes().values()) - least) // 2  # room for one head and a half
     with load(checkpoint, measured, planner="cost", kv_budget=least) as llm:
         assert llm._prepare(1, 10)[0].layout.resident == ((0, 1), (), ())
-    with load(checkpoint, measured, planner="cost", kv_budget=least + 60_000) as llm:
+    with load(checkpoint, measured, planner="cost", kv_budget=budget) as llm:
         layout = llm._prepare(1, 10)[0].layout
         assert layout.resident == ((0, 1), (1,), ())
-        assert sum(layout.device_bytes().values()) <= least + 60_000
+        assert sum(layout.device_bytes().values()) <= budget
         assert answer(llm).metrics.planner == "cost"
     with pytest.raises(ValueError, match=f"kv_budget: got {least - 1}, wanted at least {least} bytes"):
         load(checkpoint, measured, planner="cost", kv_budget=least - 1)
