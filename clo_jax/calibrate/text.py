@@ -65,9 +65,10 @@ def prompts(
         )
         room = wanted[place] - len(_wrap(tokenizer, "\n\n" + task))
         if texts is not None:
-            text = texts[order[place]][: -len(sentence)] if asks_number else texts[order[place]]
-            half = text.find(" ", len(text) // 2)
-            text = f"{text[:half]} {sentence}{text[half:]}" if asks_number and half > 0 else text
+            room -= len(tokenizer.encode(" " + sentence, add_special_tokens=False)) if asks_number else 0
+            text = tokenizer.decode(texts[order[place]][:room])
+            half = text.rfind(" ", 0, len(text) // 2)
+            text = f"{text[:half]} {sentence}{text[half:]}" if asks_number else text
         else:
             depth = random.Random(f"clo-jax depth {number}").uniform(0.1, 0.9)
             text = haystack(room, tokenizer, number, [(sentence, depth)] if asks_number else [])
@@ -81,11 +82,11 @@ def _wrap(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text)
 
 
-def _from_file(tokenizer: Tokenizer, file: Path, wanted: Sequence[int]) -> list[str]:
+def _from_file(tokenizer: Tokenizer, file: Path, wanted: Sequence[int]) -> list[list[int]]:
     """Pieces of the file, none overlapping another, each long enough for any prompt."""
     ids, piece = tokenizer.encode(file.read_text(encoding="utf-8"), add_special_tokens=False), max(wanted)
     if len(ids) < piece * len(wanted):
         raise ValueError(
             f"{file}: got {len(ids)} tokens, wanted {piece * len(wanted)} for {len(wanted)} prompts of {piece}"
         )
-    return [tokenizer.decode(ids[i * piece : (i + 1) * piece]) for i in range(len(wanted))]
+    return [ids[i * piece : (i + 1) * piece] for i in range(len(wanted))]
