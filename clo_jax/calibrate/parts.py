@@ -26,6 +26,7 @@ from clo_jax.text import Tokenizer
 STATE_FILE = "importance.partial.npz"  # a gate optimisation that has not ended
 WORK_FOLDER = "hash.partial"  # layers of hash training that are done
 _ROOM = 0.95  # of the model's longest context, for prompts
+_SIMILARITY_SEED = 1_000_003
 _QUICK = {True: 8, False: 16}  # prompts of the quick estimate, small or not
 
 
@@ -169,8 +170,10 @@ def similarities(model: Model, found: Calibration | None, bar: Bar) -> Made:
         clo = CloConfig(retriever=found.choice.retriever, hash_bits=found.choice.hash_bits)
     lengths = model.lengths(500, 1500, 3000) if model.small else model.lengths(500, 1000, 2000, 4000, 7000)
     count = len(lengths) if model.small else 8
-    # What comes after the prompts of the hash training in the generator's order, so that nothing was trained on them.
-    prompts = text.prompts(model.tokenizer(), count=count, held_out=1, num_tokens=lengths, seed=model.seed + 1)
+    # Far from the seeds that projections are trained with: nothing was trained on these prompts.
+    prompts = text.prompts(
+        model.tokenizer(), count=count, held_out=1, num_tokens=lengths, seed=model.seed + _SIMILARITY_SEED
+    )  # fmt: skip
     steps = 32 if model.small else 64
     with bar("similarity: layers", model.config.num_layers) as advance:
         part, trace = similarity.measure(
