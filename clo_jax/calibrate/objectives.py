@@ -19,7 +19,7 @@ from clo_jax.config import Retriever
 HATA_EPS, HATA_LAM, HATA_ETA, HATA_SIGMA = 0.01, 1.0, 2.0, 0.1
 HATA_SHARE, HATA_BEST, HATA_WORST = 0.1, 20.0, 1.0
 _MASKED = -1e9
-_HALVINGS = 24  # of an interval of some hundred nats, down to float32's grain
+_HALVINGS = 20  # of an interval of some ten nats, in search of a threshold
 
 
 class Batch(NamedTuple):
@@ -40,28 +40,29 @@ def soft_sign(x: jax.Array) -> jax.Array:
 
 
 def soft_topk(score: jax.Array, seen: jax.Array, k: jax.Array, temperature: float) -> jax.Array:
-    """Gates in (0, 1) that add up to k [M] over each row of score [M, n]: a sigmoid around a threshold.
+    """Gates in (0, 1) that add up to k over each row of score [M, n]: a sigmoid around a threshold, for several k at
+    once (k [T, M] -> gates [T, M, n]).
 
     The threshold moves with the scores (implicit differentiation), so that raising all of them changes nothing.
     """
     fixed = jax.lax.stop_gradient(score)
-    low = jnp.min(jnp.where(seen, fixed, jnp.inf), axis=1) - 5.0
-    high = jnp.max(jnp.where(seen, fixed, -jnp.inf), axis=1) + 5.0
 
     def gate(score, threshold):
-        return jnp.where(seen, jax.nn.sigmoid((score - threshold[:, None]) / temperature), 0.0)
+        return jnp.where(seen[None], jax.nn.sigmoid((score[None] - threshold[..., None]) / temperature), 0.0)
 
     def halve(_, bounds):
         low, high = bounds
         middle = (low + high) / 2
-        too_many = gate(fixed, middle).sum(axis=1) > k
+        too_many = gate(fixed, middle).sum(axis=2) > k
         return jnp.where(too_many, middle, low), jnp.where(too_many, high, middle)
 
+    low = jnp.broadcast_to(jnp.min(jnp.where(seen, fixed, jnp.inf), axis=1)[None] - 5.0, k.shape)
+    high = jnp.broadcast_to(jnp.max(jnp.where(seen, fixed, -jnp.inf), axis=1)[None] + 5.0, k.shape)
     low, high = jax.lax.fori_loop(0, _HALVINGS, halve, (low, high))
     threshold = (low + high) / 2
-    at = gate(fixed, threshold)
-    slope = at * (1 - at)
-    moved = jnp.sum(slope * (score - fixed), axis=1) / jnp.maximum(slope.sum(axis=1), 1e-9)
+    gates = gate(fixed, threshold)
+    slope = gates * (1 - gates)
+    moved = jnp.sum(slope * (score - fixed)[None], axis=2) / jnp.maximum(slope.sum(axis=2), 1e-9)
     return gate(score, threshold + moved)
 
 
@@ -100,13 +101,11 @@ def lost_mass(
     p = jnp.mean(jnp.exp(exact - lse), axis=1)
     score = soft_score(retriever, weights, batch, lse)
     upto = jnp.cumsum(-jnp.sort(-p, axis=1), axis=1)
-    seen, total = batch.seen.sum(axis=1).astype(jnp.float32), jnp.float32(0)
-    for share in shares:
-        k = jnp.maximum(share * seen, 1.0)
-        best = jnp.take_along_axis(upto, jnp.ceil(k).astype(jnp.int32)[:, None] - 1, axis=1)[:, 0]
-        kept = jnp.sum(p * soft_topk(score, batch.seen, k, temperature), axis=1)
-        total = total + jnp.mean((best - kept) / best)
-    return total / len(shares)
+    seen = batch.seen.sum(axis=1).astype(jnp.float32)
+    k = jnp.maximum(jnp.array(shares, jnp.float32)[:, None] * seen[None], 1.0)
+    best = jnp.take_along_axis(upto, jnp.ceil(k).astype(jnp.int32).T - 1, axis=1).T
+    kept = jnp.sum(p[None] * soft_topk(score, batch.seen, k, temperature), axis=2)
+    return jnp.mean((best - kept) / best)
 
 
 def off_orthogonal(weights: jax.Array) -> jax.Array:
