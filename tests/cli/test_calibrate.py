@@ -132,6 +132,8 @@ def test_all_parts_follow_each_other(run, checkpoint, monkeypatch):
     kinds = [HashSettings("sign", 32, steps=25, keys=64), HashSettings("hata", 32, steps=25, keys=64)]
     monkeypatch.setattr(parts, "hash_settings", lambda model: kinds)
     monkeypatch.setattr(parts.Model, "lengths", lambda self, *wanted: (700,))
+    # Where a token is a byte, few texts come within 1 % of so short a length: this seed's do.
+    monkeypatch.setattr(parts, "_SIMILARITY_SEED", 1)
     result = run("calibrate", checkpoint, "--small", "--context", "128")
     assert result.code == 0, result.err
     found = calibration.read(checkpoint / "calibration")
