@@ -1,5 +1,6 @@
 """`LLM`: what a user holds. Loads a checkpoint, answers prompts, streams, closes."""
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -7,12 +8,16 @@ from typing import Any
 import jax.numpy as jnp
 
 from clo_jax import checkpoints, memory, prompts
+from clo_jax.cache import calibration as calibrations
+from clo_jax.cache.calibration import Calibration
 from clo_jax.cache.layout import ENGINE_PARTS, CacheLayout
+from clo_jax.cache.planner import Planner, with_resident
 from clo_jax.config import Attention, CloConfig
 from clo_jax.errors import CloError
 from clo_jax.generate import bucket_length
+from clo_jax.planning import PlanOptions, Plans
 from clo_jax.policies.base import Policy
-from clo_jax.policies.clo import CloPolicy, HeadScores, given_scores, neutral_scores
+from clo_jax.policies.clo import CloPolicy, HeadScores, given_scores, measured_scores, neutral_scores
 from clo_jax.policies.full import FullPolicy
 from clo_jax.prompts import Options, Prompts, Request
 from clo_jax.results import Delta, Generation
@@ -31,7 +36,7 @@ class LLM:
     def __init__(
         self, config, params: Any, info, tokenizer: Tokenizer | None, *, attention: Attention, clo: CloConfig,
         max_context: int, max_batch: int, kv_offload: bool, backend: str, transfer_threads: int | None,
-        chunk_tokens: int, timeout_s: float, head_scores: Any,
+        chunk_tokens: int, timeout_s: float, head_scores: Any, calibration: Calibration | None, plan: PlanOptions,
     ) -> None:  # fmt: skip
         self.config, self.tokenizer, self.clo, self.attention = config, tokenizer, clo, attention
         self.max_context, self.max_batch = max_context, max_batch
@@ -39,9 +44,11 @@ class LLM:
         self._dtype = str(params["embed"]["embedding"].dtype)
         self._kv_offload, self._backend, self._threads = kv_offload, backend, transfer_threads
         self._chunk, self._timeout_s = chunk_tokens, timeout_s
-        self._head_scores = head_scores
+        self._head_scores, self._calibration = head_scores, calibration
+        self._plan_options = plan
+        self._plans: Plans | None = None
         self._engine: Engine | None = None
-        self._prepared: tuple[int, Policy, Any] | None = None
+        self._prepared: tuple[Policy, Any] | None = None
         self._busy = threading.Lock()
         self._owner: int | None = None
         self._closed = False
@@ -51,6 +58,8 @@ class LLM:
         cls, path, *, attention: Attention = "clo", clo: CloConfig | None = None, dtype: str = "auto",
         max_context: int | None = None, max_batch: int = 8, kv_offload: bool = True, backend: str = "auto",
         transfer_threads: int | None = None, chunk_tokens: int = 16, timeout_s: float = 30.0, head_scores: Any = None,
+        calibration: str | os.PathLike | None = "auto", planner: Planner = "none", kv_budget: int | None = None,
+        adapt: bool = False,
     ) -> "LLM":  # fmt: skip
         """Loads a checkpoint that `clo-jax convert` made.
 
@@ -61,7 +70,8 @@ class LLM:
         Args:
           path: checkpoint folder.
           attention: "clo" (most rows in host memory) or "full" (all rows on the device, exact).
-          clo: settings of the CLO policy; ignored by "full".
+          clo: settings of the CLO policy; ignored by "full". None: the defaults, with the retriever and number of hash
+            bits that the calibration found best, where there is one.
           dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16"; of parameters, activations and cache.
           max_context: tokens of prompt and answer together; buffers are sized for it. None: the model's limit.
           max_batch: prompts that run at once; more are answered in groups.
@@ -70,14 +80,26 @@ class LLM:
           transfer_threads: copying threads; None: as many as pay.
           chunk_tokens: decode steps per dispatched program: the grain of streaming and of Ctrl-C.
           timeout_s: bound on every wait for a transfer.
-          head_scores: importance of heads in [0, 1], an array [L, K] or [L, H]; None: all equally important.
+          head_scores: importance of heads in [0, 1], an array [L, K] or [L, H]; None: the calibration's, or all
+            equally important when there is none.
+          calibration: "auto" (the folder `calibration` of the checkpoint, where there is one), a folder, or None. Its
+            trained projections serve the retriever and number of hash bits that they were made for.
+          planner: which KV heads stay on the device: "none" (those of `clo.resident_heads`), "paper" (Eq. 11-13) or
+            "cost" (the fastest predicted step). Plans need a calibration with similarity and costs; they are made for
+            each batch size and `max_context`.
+          kv_budget: bytes of device memory that planner "cost" may fill with the cache; None: most of what is free on
+            the device.
+          adapt: follow the workload: similarity and hits of the heads are watched, and between requests the plan is
+            made anew when enough heads would change places. The metrics say what changed.
 
         Raises:
           ValueError: a setting that makes no sense.
-          CheckpointError: the folder is no readable checkpoint.
+          CheckpointError: the folder is no readable checkpoint, or the calibration is damaged or of another model.
         """
         if attention not in ("full", "clo"):
             raise ValueError(f"attention: got {attention!r}, wanted full or clo")
+        if attention == "full" and planner != "none":
+            raise ValueError(f"planner: got {planner!r} with attention full, wanted none: every head is resident")
         for name, value in (("max_batch", max_batch), ("chunk_tokens", chunk_tokens)):
             if value < 1:
                 raise ValueError(f"{name}: got {value}, wanted a positive integer")
@@ -89,10 +111,15 @@ class LLM:
         if not 2 <= max_context <= limit:
             raise ValueError(f"max_context: got {max_context}, wanted 2 to {limit}, the model's limit")
         tokenizer = Tokenizer.from_folder(info.path) if Tokenizer.available(info.path) else None
+        found = calibrations.find(calibration, info.path, info.manifest.source_files, config)
+        if clo is None:
+            choice = found.choice if found else None
+            clo = CloConfig(retriever=choice.retriever, hash_bits=choice.hash_bits) if choice else CloConfig()
         llm = cls(
-            config, params, info, tokenizer, attention=attention, clo=clo or CloConfig(), max_context=max_context,
+            config, params, info, tokenizer, attention=attention, clo=clo, max_context=max_context,
             max_batch=max_batch, kv_offload=kv_offload, backend=backend, transfer_threads=transfer_threads,
             chunk_tokens=chunk_tokens, timeout_s=timeout_s, head_scores=head_scores,
+            calibration=found, plan=PlanOptions(planner, kv_budget, adapt),
         )  # fmt: skip
         llm._scores(llm._layout(1))  # refuses settings that do not fit the model now, not at the first prompt
         return llm
@@ -138,6 +165,7 @@ class LLM:
                         for delta in self._deltas(session, decoders, new, first):
                             callback(delta)
                 metrics = session.metrics()
+                self._learn(session)
                 for row, tokens in enumerate(session.tokens):
                     answers.append(
                         Generation(
@@ -159,6 +187,7 @@ class LLM:
             session, decoders = self._session(request), [self._decoder()]
             for new in session:
                 yield from self._deltas(session, decoders, new, 0)
+            self._learn(session)
 
     def close(self) -> None:
         """Frees the engine and the parameters. Idempotent."""
@@ -177,6 +206,15 @@ class LLM:
     def describe(self) -> dict[str, Any]:
         """What this object runs with: for results files and reports."""
         layout = self._layout(1)
+        clo = {} if self.attention == "full" else {
+            "retriever": self._policy(layout, 0).retriever_name,
+            "hash_bits": layout.hash_bits,
+            "head_scores": self._scores(layout).source,
+            "calibration": str(self._calibration.path) if self._calibration else None,
+            "planner": self._plan_options.planner,
+            "resident_heads": [[layer, list(heads)] for layer, heads in enumerate(layout.resident) if heads],
+            "costs_measured_on": self._calibration.costs.device if self._plans else None,
+        }  # fmt: skip
         return {
             "checkpoint": str(self._info.path),
             "architecture": self.config.architecture,
@@ -186,25 +224,46 @@ class LLM:
             "device_kv_bytes_per_sequence": sum(layout.device_bytes().values()),
             "host_kv_bytes_per_sequence": layout.host_bytes(),
             "stop_token_ids": list(self._info.stop_token_ids),
-        }
+        } | clo
 
     # --- preparation ----------------------------------------
 
     def _layout(self, batch: int) -> CacheLayout:
         if self.attention == "full":
             return CacheLayout.full(self.config, batch, self.max_context, self._dtype)
-        return CacheLayout.clo(self.config, self.clo, batch, self.max_context, self._dtype)
+        layout = CacheLayout.clo(self.config, self.clo, batch, self.max_context, self._dtype)
+        if self._plan_options.planner == "none":
+            return layout
+        if self._plans is None:
+            scores = self._scores(layout)
+            self._plans = Plans(
+                self._plan_options, self.config, self.clo, scores.kv_heads, scores.source, self._calibration,
+                self._backend,
+            )  # fmt: skip
+        return with_resident(self.config, self.clo, layout, self._plans.plan(batch, layout).resident)
 
     def _scores(self, layout: CacheLayout) -> HeadScores:
-        return neutral_scores(layout) if self._head_scores is None else given_scores(layout, self._head_scores)
+        if self._head_scores is not None:
+            return given_scores(layout, self._head_scores)
+        importance = self._calibration.importance if self._calibration else None
+        return measured_scores(layout, importance) if importance else neutral_scores(layout)
+
+    def _policy(self, layout: CacheLayout, engine: int) -> CloPolicy:
+        hashed = self._calibration.hash_of(self.clo.retriever, self.clo.hash_bits) if self._calibration else None
+        options = self._plan_options
+        revision = self._plans.revision(layout.batch) if options.adapt else None
+        return CloPolicy(
+            layout, self.clo, engine, self._scores(layout), hashed, options.planner, options.adapt, revision
+        )  # fmt: skip
 
     def _prepare(self, batch: int, longest: int) -> tuple[Policy, Any]:
-        """Policy and tables for a batch size; the engine of another batch size is closed first.
+        """Policy and tables for a batch size; the engine of another layout is closed first.
 
         Raises:
           MemoryPlanError: what is not allocated yet does not fit, `longest` tokens of prefill included.
         """
-        layout, ready = self._layout(batch), self._prepared is not None and self._prepared[0] == batch
+        layout = self._layout(batch)
+        ready = self._prepared is not None and self._prepared[0].layout == layout
         if self._engine is not None and not ready:
             self._engine.close()
             self._engine = self._prepared = None
@@ -213,7 +272,7 @@ class LLM:
         )  # fmt: skip
         self._require_memory(layout, workspace, ready)
         if ready:
-            return self._prepared[1:]
+            return self._prepared
         policy: Policy
         if self.attention == "full":
             policy = FullPolicy(layout)
@@ -224,9 +283,9 @@ class LLM:
                 dtype=jnp.dtype(self._dtype), backend=self._backend, threads=self._threads,
                 kv_offload=self._kv_offload, timeout_s=self._timeout_s,
             )  # fmt: skip
-            policy = CloPolicy(layout, self.clo, self._engine.handle, self._scores(layout))
-        self._prepared = (batch, policy, policy.tables())
-        return self._prepared[1:]
+            policy = self._policy(layout, self._engine.handle)
+        self._prepared = (policy, policy.tables())
+        return self._prepared
 
     def _require_memory(self, layout: CacheLayout, workspace: int, engine_is_there: bool) -> None:
         """Raises MemoryPlanError unless everything that a call will allocate fits where it will be."""
@@ -247,6 +306,11 @@ class LLM:
     def _session(self, request: Request) -> Session:
         policy, tables = self._prepare(len(request.prompts), max(len(p) for p in request.prompts))
         return Session(self.config, self._params, policy, tables, self._engine, request, self._chunk)
+
+    def _learn(self, session: Session) -> None:
+        """Lets the plans follow what a request showed."""
+        if self._plans is not None and session.head_statistics is not None:
+            self._plans.observe(session.head_statistics)
 
     def _requests(self, given: Prompts, chat: bool, options: Options) -> list[Request]:
         info, vocab_size = self._info, self.config.vocab_size

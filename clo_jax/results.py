@@ -19,8 +19,11 @@ class Metrics:
     host_kv_bytes: int
     device_kv_parts: dict[str, int]
     backend: str | None = None
-    retriever: str | None = None  # "hata (untrained)" when its projections are random
-    head_scores: str | None = None
+    retriever: str | None = None  # "hata (untrained)" with random projections, "... (trained)" with a calibration
+    head_scores: str | None = None  # "neutral", "given", "measured (gates)" and the like
+    planner: str | None = None  # what chose the resident heads; "none": the configuration
+    resident_heads: int | None = None  # KV heads whose rows stay on the device, of all layers
+    plan_revision: dict[str, Any] | None = None  # with adapt: how often the plan was revised, and what changed last
     refresh: str | None = None
     retain: float | None = None
     sparsity: float | None = None

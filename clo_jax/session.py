@@ -29,6 +29,7 @@ from clo_jax.generate import (
 from clo_jax.interrupt import deferred_interrupt
 from clo_jax.policies.base import Policy
 from clo_jax.policies.clo import CloPolicy
+from clo_jax.policies.tracking import HeadStatistics, collect
 from clo_jax.prompts import Request
 from clo_jax.results import Metrics
 from clo_jax.transfer.engine import Engine, transfer_errors
@@ -74,6 +75,7 @@ class Session:
         self.tokens: list[list[int]] = [[] for _ in request.prompts]
         self._times: dict[str, float] = {}
         self._after_prefill = None
+        self.head_statistics: HeadStatistics | None = None  # of a policy that tracks its heads, after each chunk
 
     def __iter__(self) -> Iterator[list[list[int]]]:
         if self._engine is not None:
@@ -127,6 +129,8 @@ class Session:
                     )  # fmt: skip
                     jax.block_until_ready((out, state))
                 out, done = np.asarray(out), np.asarray(state.done)
+                if isinstance(self._policy, CloPolicy) and self._policy.track:
+                    self.head_statistics = collect(state.layers, self._model.num_kv_heads)
             now = time.perf_counter()
             self._times["decode"] = now - start - paused - compiling.seconds()
             self._times["decode_compile"] = compiling.seconds()
@@ -179,8 +183,11 @@ class Session:
         return dataclasses.replace(
             base,
             backend=self._engine.backend,
-            retriever="hata (untrained)" if config.retriever == "hata" else config.retriever,
+            retriever=self._policy.retriever_name,
             head_scores=self._policy.scores.source,
+            planner=self._policy.planner,
+            plan_revision=None if self._policy.revision is None else self._policy.revision.to_dict(),
+            resident_heads=sum(len(heads) for heads in self._layout.resident),
             refresh=config.refresh,
             retain=config.retain,
             sparsity=config.sparsity,

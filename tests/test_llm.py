@@ -1,7 +1,9 @@
 """What a user holds: answers, streams, refusals, and recovery after everything that can go wrong."""
 
+import dataclasses
 import gc
 import os
+import shutil
 import signal
 import threading
 
@@ -10,8 +12,11 @@ import psutil
 import pytest
 
 from clo_jax import memory
+from clo_jax.cache import calibration
+from clo_jax.cache.calibration_parts import Choice, HashWeights, Importance
+from clo_jax.checkpoints import read_info
 from clo_jax.config import CloConfig
-from clo_jax.errors import CloError, MemoryPlanError, TransferError
+from clo_jax.errors import CheckpointError, CloError, MemoryPlanError, TransferError
 from clo_jax.llm import LLM
 from tests import tiny, tiny_checkpoint
 
@@ -271,6 +276,49 @@ def test_head_scores(checkpoint):
     ):
         with pytest.raises(ValueError, match=message):
             LLM.load(checkpoint, clo=CLO, max_context=256, head_scores=bad)
+
+
+def test_calibration_is_picked_up_and_named(checkpoint, tmp_path):
+    L, H, K, D = tiny.LLAMA.num_layers, tiny.LLAMA.num_heads, tiny.LLAMA.num_kv_heads, tiny.LLAMA.head_dim
+    _, info = read_info(checkpoint)
+    made_with = {"checkpoint_sha256": calibration.digest(dict(info.manifest.source_files))}
+    scores = np.linspace(0, 1, L * H, dtype=np.float32).reshape(L, H)
+    weights = np.random.default_rng(1).standard_normal((L, K, D, 64)).astype(np.float32)
+    beside = checkpoint / calibration.FOLDER
+    calibration.update(
+        beside, Importance(scores, "gates"), HashWeights("hata", weights, True), Choice("hata", 64, "measured"),
+        provenance=made_with, model=tiny.LLAMA,
+    )  # fmt: skip
+    try:
+        with LLM.load(checkpoint, max_context=256) as llm:  # nothing given: the calibration decides
+            policy, tables = llm._prepare(1, 10)
+            assert np.array_equal(policy.scores.query_heads, scores)
+            assert np.array_equal(tables[1]["weights"], weights[1])
+            m, about = metrics_of(llm), llm.describe()
+        assert (m.retriever, m.head_scores) == ("hata (trained)", "measured (gates)")
+        assert (about["retriever"], about["hash_bits"], about["head_scores"]) == (m.retriever, 64, m.head_scores)
+        assert about["calibration"] == str(beside)
+        with LLM.load(checkpoint, clo=CLO, max_context=256, head_scores=np.ones((L, K))) as llm:  # what is given wins
+            m = metrics_of(llm)
+        assert (m.retriever, m.head_scores) == ("sign", "given")
+        other_bits = dataclasses.replace(CLO, retriever="hata", hash_bits=32)
+        with LLM.load(checkpoint, clo=other_bits, max_context=256) as llm:
+            assert metrics_of(llm).retriever == "hata (untrained)"
+        with LLM.load(checkpoint, max_context=256, calibration=None) as llm:
+            assert llm.describe()["calibration"] is None and llm.describe()["head_scores"] == "neutral"
+        calibration.update(beside, Choice("sign", 64, "x"), provenance={"checkpoint_sha256": "another"})
+        with pytest.raises(CheckpointError, match="calibration.json: made with other weights"):
+            LLM.load(checkpoint, max_context=256)
+        with LLM.load(checkpoint, max_context=256, calibration=beside) as llm:
+            assert llm.describe()["retriever"] == "sign"
+    finally:
+        shutil.rmtree(beside)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        LLM.load(checkpoint, max_context=256, calibration=tmp_path)
+
+
+def metrics_of(llm):
+    return llm.generate(tiny.prompt(100), max_new_tokens=6, ignore_eos=True)[0].metrics
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

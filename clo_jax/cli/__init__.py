@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
-from clo_jax.cli import _console, chat, convert, demo, doctor, generate, inspect
+from clo_jax.cli import _console, calibrate, chat, convert, demo, doctor, generate, inspect, plan
 from clo_jax.cli._options import Debug, NoProgress, Quiet
 
 
@@ -35,6 +35,8 @@ for verb in (
     convert.convert,
     inspect.inspect,
     doctor.doctor,
+    calibrate.calibrate,
+    plan.plan,
     generate.generate,
     chat.chat,
     demo.demo,

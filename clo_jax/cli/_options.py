@@ -33,6 +33,12 @@ class Refresh(enum.StrEnum):
     delta = "delta"
 
 
+class Planner(enum.StrEnum):
+    none = "none"
+    paper = "paper"
+    cost = "cost"
+
+
 class DType(enum.StrEnum):
     auto = "auto"
     float32 = "float32"
@@ -105,7 +111,7 @@ SimThreshold = Annotated[
 ImportancePower = Annotated[float | None, _clo("--importance-power", help="n of Eq. 8.", default="3")]
 ReuseMargin = Annotated[
     float | None,
-    _clo("--reuse-margin", help="epsilon of Eq. 11, of the planner: no effect until a plan is made.", default="0.1"),
+    _clo("--reuse-margin", help="epsilon of Eq. 11; takes effect with a --planner.", default="0.1"),
 ]
 HashBits = Annotated[int | None, _clo("--hash-bits", help="Bits of a key's code, multiple of 32.", default="256")]
 SinkTokens = Annotated[int | None, _clo("--sink-tokens", help="First tokens, always attended.", default="4")]
@@ -117,6 +123,22 @@ KvOffload = Annotated[
     _clo("--kv-offload/--no-kv-offload", help="Off: same selection, rows stay put; for comparison.", default="on"),
 ]
 Backend = Annotated[str | None, _clo("--backend", help="Who moves the rows (see doctor).", default="auto")]
+Calibration = Annotated[
+    str | None,
+    _clo("--calibration", help="A calibration's folder; none: run without.", default="the checkpoint's own"),
+]
+PlannerOption = Annotated[
+    Planner | None,
+    _clo("--planner", help="Which heads stay on the device: layer 0, Eq. 11-13, or the fastest step.", default="none"),
+]
+KvBudget = Annotated[
+    int | None,
+    _clo("--kv-budget", help="Bytes that --planner cost may fill.", default="most of what the device has free"),
+]
+Adapt = Annotated[
+    bool | None,
+    _clo("--adapt/--no-adapt", help="Revise the plan between requests when the workload drifts.", default="off"),
+]
 TransferThreads = Annotated[int | None, _clo("--transfer-threads", help="Copying threads.", default="by the backend")]
 
 DoSample = Annotated[bool, _sampling("--do-sample", help="Draw tokens; without it the likeliest one is taken.")]
@@ -148,15 +170,18 @@ def load_options(attention: Attention, preset: Preset | None, **options: Any) ->
     typed = given(preset=preset, **options)
     if attention is Attention.full:
         if typed:
-            names = ", ".join(
-                "--no-kv-offload" if (n, v) == ("kv_offload", False) else flag(n) for n, v in typed.items()
-            )
+            names = ", ".join("--no-" + flag(n)[2:] if v is False else flag(n) for n, v in typed.items())
             raise ValueError(
                 f"--attention full: got {names}, wanted no CLO flags (they have no effect on full attention)"
             )
         return {"attention": "full"}
     typed.pop("preset", None)
-    transfer = {name: typed.pop(name) for name in ("kv_offload", "backend", "transfer_threads") if name in typed}
+    loading = ("kv_offload", "backend", "transfer_threads", "calibration", "planner", "kv_budget", "adapt")
+    transfer = {name: typed.pop(name) for name in loading if name in typed}
+    if transfer.get("calibration") == "none":
+        transfer["calibration"] = None
+    if not typed and preset is None:
+        return {"attention": "clo", **transfer}  # the calibration may then choose the retriever
     if typed.get("refresh") == "whole":
         typed.setdefault("retain", 1.0)
     clo = CloConfig.paper(**typed) if preset is Preset.paper else CloConfig(**typed)

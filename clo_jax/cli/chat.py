@@ -23,6 +23,10 @@ def chat(
     retain: o.Retain = None,
     sim_threshold: o.SimThreshold = None,
     backend: o.Backend = None,
+    calibration: o.Calibration = None,
+    planner: o.PlannerOption = None,
+    kv_budget: o.KvBudget = None,
+    adapt: o.Adapt = None,
     do_sample: o.DoSample = False,
     temperature: o.Temperature = None,
     top_k: o.TopK = None,
@@ -42,6 +46,10 @@ def chat(
         retain=retain,
         sim_threshold=sim_threshold,
         backend=backend,
+        calibration=calibration,
+        planner=planner,
+        kv_budget=kv_budget,
+        adapt=adapt,
     )
     options = o.sampling_options(do_sample, seed, temperature=temperature, top_k=top_k, top_p=top_p)
 

@@ -39,7 +39,9 @@ def summary(prompt_tokens: int | None, tokens: int, reason: str, metrics: Any) -
         parts.append(f"{1 / metrics.tpot_s:.1f} tokens/s")
     parts.append(f"{metrics.attention} attention")
     if metrics.retriever is not None:
-        parts.append(f"retriever {metrics.retriever}")
+        parts.append(f"retriever {metrics.retriever}, head scores {metrics.head_scores}")
+    if metrics.planner not in (None, "none"):
+        parts.append(f"planner {metrics.planner} ({metrics.resident_heads} heads resident)")
     if metrics.hit_rate is not None:
         parts.append(f"hit rate {metrics.hit_rate:.2f}")
     if metrics.backend is not None:
@@ -79,6 +81,9 @@ def generate(
     kv_offload: o.KvOffload = None,
     backend: o.Backend = None,
     transfer_threads: o.TransferThreads = None,
+    calibration: o.Calibration = None,
+    planner: o.PlannerOption = None,
+    kv_budget: o.KvBudget = None,
     do_sample: o.DoSample = False,
     temperature: o.Temperature = None,
     top_k: o.TopK = None,
@@ -112,6 +117,9 @@ def generate(
         kv_offload=kv_offload,
         backend=backend,
         transfer_threads=transfer_threads,
+        calibration=calibration,
+        planner=planner,
+        kv_budget=kv_budget,
     )
     options = {
         "max_new_tokens": max_new_tokens,

@@ -5,12 +5,13 @@ and tail rows. The host rows, the selected rows and their slot table belong to t
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clo_jax.cache.calibration_parts import HashWeights, Importance
 from clo_jax.cache.layout import CacheLayout
 from clo_jax.cache.projections import projections
 from clo_jax.cache.thresholds import thresholds
@@ -19,6 +20,7 @@ from clo_jax.ops.attend import attend
 from clo_jax.ops.hash_encode import hash_encode
 from clo_jax.ops.offload import offload
 from clo_jax.ops.prefetch import prefetch
+from clo_jax.policies import tracking
 from clo_jax.policies.base import LayerState, Position, Prefilled, Shared, Tables
 from clo_jax.policies.full import pad_tokens
 
@@ -30,7 +32,7 @@ class HeadScores(NamedTuple):
 
     query_heads: np.ndarray  # [L, H] in [0, 1]
     kv_heads: np.ndarray  # [L, K]
-    source: str  # "neutral", "given", "measured"
+    source: str  # "neutral", "given", "measured (by what)"
 
 
 def neutral_scores(layout: CacheLayout) -> HeadScores:
@@ -59,33 +61,55 @@ def given_scores(layout: CacheLayout, scores: np.ndarray) -> HeadScores:
     return HeadScores(scores, scores.reshape(L, K, layout.group).max(axis=2), "given")
 
 
+def measured_scores(layout: CacheLayout, importance: Importance) -> HeadScores:
+    """Scores from a calibration, treated like given ones."""
+    return given_scores(layout, importance.scores)._replace(source=f"measured ({importance.source})")
+
+
 @dataclasses.dataclass(frozen=True)
 class CloPolicy:
-    """The policy for one layout, configuration and engine (its handle)."""
+    """The policy for one layout, configuration and engine (its handle). `hashed`: projections of a calibration, for
+    the configuration's retriever and bits; None: untrained ones. `planner`: what chose the layout's resident heads."""
 
     layout: CacheLayout
     config: CloConfig
     engine: int
     scores: HeadScores = dataclasses.field(compare=False)
+    hashed: HashWeights | None = dataclasses.field(default=None, compare=False)
+    planner: str = dataclasses.field(default="none", compare=False)
+    track: bool = False  # keep `policies.tracking` statistics
+    revision: Any = dataclasses.field(default=None, compare=False)  # of the plan, for the metrics
     name = "clo"
+
+    @property
+    def retriever_name(self) -> str:
+        """The retriever, and whether its projections are trained where that makes a difference: `sign` needs no
+        training, `hata` does."""
+        if self.hashed is not None and self.hashed.trained:
+            return f"{self.config.retriever} (trained)"
+        return "hata (untrained)" if self.config.retriever == "hata" else self.config.retriever
 
     # --- constants ----------------------------------------
 
     def tables(self) -> tuple[Tables, ...]:
         K, G, D = self.layout.num_kv_heads, self.layout.group, self.layout.head_dim
-        weights = projections(self.config.retriever, D, self.layout.hash_bits, self.config.seed)
+        untrained = projections(self.config.retriever, D, self.layout.hash_bits, self.config.seed)
         tau = thresholds(self.scores.kv_heads, self.config.sim_threshold, self.config.importance_power)
         per_layer = []
         for layer in range(self.layout.num_layers):
             heads = np.array(self.layout.offloaded(layer), np.int32)
             importance = self.scores.query_heads[layer].reshape(K, G)[heads].reshape(-1)
+            weights = np.broadcast_to(untrained, (K, *untrained.shape))
+            weights = weights if self.hashed is None else self.hashed.weights[layer]
             per_layer.append(
                 {
                     "importance": jnp.asarray(importance, jnp.float32),
                     "thresholds": jnp.asarray(tau[layer][heads], jnp.float32),
-                    "weights": jnp.broadcast_to(jnp.asarray(weights), (len(heads), *weights.shape)),
+                    "weights": jnp.asarray(weights[heads]),
                 }
             )
+            if self.track:
+                per_layer[-1]["every_importance"] = jnp.asarray(self.scores.query_heads[layer], jnp.float32)
         return tuple(per_layer)
 
     def layer_kind(self, layer: int) -> tuple[int, ...]:
@@ -105,6 +129,8 @@ class CloPolicy:
         resident = np.array(kind, np.int32)
         heads = np.array([h for h in range(lay.num_kv_heads) if h not in kind], np.int32)
         state: LayerState = {"resident": pad_tokens(prompt.rows[:, resident], S)}
+        if self.track:
+            state |= tracking.begin(prompt.query, lay.num_kv_heads)
         if not len(heads):
             return state | self._nothing_offloaded(prompt.rows.dtype), shared
         B, G, D, Ko = lay.batch, lay.group, lay.head_dim, len(heads)
@@ -131,7 +157,8 @@ class CloPolicy:
         }
         # The first decoded token then looks up against a set that was selected for its predecessor, like every other.
         at = Position(prompt.lengths, jnp.ones_like(prompt.lengths, bool))
-        return self._prefetch(layer, tables, query, at, state, shared | {"token": token})
+        state, shared, _ = self._prefetch(layer, tables, query, at, state, shared | {"token": token})
+        return state, shared
 
     def _nothing_offloaded(self, dtype) -> LayerState:
         lay = self.layout
@@ -161,16 +188,19 @@ class CloPolicy:
     ) -> tuple[LayerState, Shared]:
         lay = self.layout
         heads = np.array(lay.offloaded(layer), np.int32)
+        if self.track:
+            state = tracking.observe_guess(state, query, tables["every_importance"], at.active)
         if not len(heads):
             return state, shared
         B, G, D = lay.batch, lay.group, lay.head_dim
         if len(heads) < lay.num_kv_heads:
             query = query.reshape(B, lay.num_kv_heads, G, D)[:, heads].reshape(B, len(heads) * G, D)
-        return self._prefetch(jnp.full((1,), layer, jnp.int32), tables, query, at, state, shared)
+        state, shared, hit = self._prefetch(jnp.full((1,), layer, jnp.int32), tables, query, at, state, shared)
+        return (tracking.observe_hits(state, heads, hit, at.active) if self.track else state), shared
 
     def _prefetch(
         self, layer: jax.Array, tables: Tables, query: jax.Array, at: Position, state: LayerState, shared: Shared
-    ) -> tuple[LayerState, Shared]:
+    ) -> tuple[LayerState, Shared, jax.Array]:
         lay = self.layout
         end = lay.flushed(at.position)
         just_flushed = end != lay.flushed(at.position - 1)
@@ -183,7 +213,7 @@ class CloPolicy:
             engine=self.engine, retriever=self.config.retriever, refresh=self.config.refresh,
             k_max=lay.k_max, scale=lay.head_dim**-0.5,
         )  # fmt: skip
-        return state | {"label": label, "age": age}, shared | {"token": token}
+        return state | {"label": label, "age": age}, shared | {"token": token}, hit
 
     def attend(
         self, layer: int, tables: Tables, q: jax.Array, k: jax.Array, v: jax.Array, at: Position, state: LayerState,

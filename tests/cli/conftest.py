@@ -40,6 +40,9 @@ class FakeMetrics:
     device_kv_parts: dict = dataclasses.field(default_factory=lambda: {"tail rows": 512, "selected rows": 1536})
     backend: str | None = "host"
     retriever: str | None = "sign"
+    head_scores: str | None = "neutral"
+    planner: str | None = "none"
+    resident_heads: int | None = 8
     hit_rate: float | None = 0.5
     rows_moved: int = 40
     bytes_moved: int = 40 * 512

@@ -18,6 +18,7 @@ def test_answer_on_stdout_everything_else_on_stderr(run, llm):
     assert (result.code, result.out) == (0, "all is well\n")
     assert "using the checkpoint's chat template" in result.err
     assert "7 prompt tokens, 3 new tokens (stop), first after 0.50 s, 10.0 tokens/s" in result.err
+    assert "retriever sign, head scores neutral, " in result.err
     assert "hit rate 0.50, 40 rows moved by host, KV 2.00 KiB on the device, 1.00 MiB on the host" in result.err
     assert llm.calls[-1] == ("close",)
 
@@ -33,7 +34,7 @@ def test_quiet_leaves_stderr_empty(run, llm, args):
 def test_defaults(run, llm):
     run("generate", "ckpt", "--prompt", "hi")
     load = options(llm, "load")
-    assert load == {"dtype": "auto", "max_context": None, "max_batch": 1, "attention": "clo", "clo": CloConfig()}
+    assert load == {"dtype": "auto", "max_context": None, "max_batch": 1, "attention": "clo"}
     assert options(llm, "generate") == {
         "max_new_tokens": None,
         "stop_token_ids": (),
@@ -47,6 +48,7 @@ def test_defaults(run, llm):
 def test_every_clo_flag_reaches_the_configuration(run, llm):
     flags = "--sparsity 0.2 --retriever exact --refresh delta --retain 2 --sim-threshold 1 --importance-power 2"
     flags += " --reuse-margin 0.05 --hash-bits 128 --sink-tokens 8 --recent-tokens 32 --no-kv-offload --backend host"
+    flags += " --calibration elsewhere"
     run(
         "generate",
         "ckpt",
@@ -62,6 +64,7 @@ def test_every_clo_flag_reaches_the_configuration(run, llm):
         "kv_offload": False,
         "backend": "host",
         "transfer_threads": 3,
+        "calibration": "elsewhere",
         "clo": CloConfig(
             sparsity=0.2,
             retriever="exact",
@@ -114,6 +117,11 @@ def test_refused_before_anything_is_loaded(run, llm, flags, message):
     assert result.code == 2
     assert message in result.err
     assert llm.calls == []
+
+
+def test_without_calibration(run, llm):
+    run("generate", "ckpt", "--prompt", "hi", "--calibration", "none")
+    assert options(llm, "load")["calibration"] is None
 
 
 def test_full_attention(run, llm):

@@ -1,0 +1,1 @@
+"""What a model needs measured before CLO runs at its best: head importance, hash projections, similarity, costs."""
