@@ -298,12 +298,15 @@ class Bench {
     return static_cast<double>(c.rows_posted) / static_cast<double>(c.rows_selected);
   }
 
-  // A radius with about this share of new rows at each step.
-  void seek(double share) {
+  // "n % new rows", of the last call of prefetch: what it was, not what was sought.
+  std::string new_rows() const { return std::to_string(std::lround(100 * new_share())) + " % new rows"; }
+
+  // A radius with about this share of new rows at each step of that retriever.
+  void seek(Retriever retriever, double share) {
     float low = 0, high = 2;
     for (int i = 0; i < 7; ++i) {
       make_queries((low + high) / 2);
-      stage(Retriever::kHata, Stage::kWhole);
+      stage(retriever, Stage::kWhole);
       (new_share() < share ? low : high) = (low + high) / 2;
     }
     std::printf("queries: radius %.3f, new rows %.3f of the selection\n", (low + high) / 2, new_share());
@@ -349,37 +352,40 @@ int main() {
   };
   {
     Bench b(1, 6);
-    b.seek(0.26);
     const double read = b.read();
     std::printf("two events with nothing between them %.2f us (taken off), plain read %.2f us\n", b.nothing, read);
     for (Retriever r : {Retriever::kHata, Retriever::kSign}) {
+      b.seek(r, 0.26);
       const double lookup = b.stage(r, Stage::kLookup), selection = b.stage(r, Stage::kSelection);
       const double whole = b.stage(r, Stage::kWhole);
       std::printf("%s: lookup and projection %.2f us, selection %.2f us, difference %.2f us, whole %.2f us (without transfers)\n",
                   name_of(r), lookup, selection - lookup, whole - selection, whole);
       const std::string prefix = std::string("prefetch, ") + name_of(r) + ", 8 x 131072, every head missed";
-      row(prefix + ", 26 % new rows, beside a transfer kernel that waits", b.prefetch(r, false, Transfers::kWaiting), read, kRead, "<= 30 us");
-      std::printf("  new rows %.3f of the selection\n", b.new_share());
-      row(prefix + ", 26 % new rows, beside one that copies", b.prefetch(r, false, Transfers::kCopying), read, kRead, "-");
+      const double waiting = b.prefetch(r, false, Transfers::kWaiting);
+      row(prefix + ", " + b.new_rows() + ", beside a transfer kernel that waits", waiting, read, kRead, "<= 30 us");
+      const double copying = b.prefetch(r, false, Transfers::kCopying);
+      row(prefix + ", " + b.new_rows() + ", beside one that copies", copying, read, kRead, "-");
       row(prefix + ", whole sets, beside a transfer kernel that waits", b.prefetch(r, true, Transfers::kWaiting), read, kRead,
           "-");
       const double in_line = b.prefetch(r, false, Transfers::kInLine), share = b.new_share();
-      row(prefix + ", 26 % new rows, transfer in line", in_line, rows_us(b, share), kCopy, "-");
+      const std::string moved = b.new_rows();
+      row(prefix + ", " + moved + ", transfer in line", in_line, rows_us(b, share), kCopy, "-");
     }
     row("prefetch, hata, 8 x 131072, every head missed, whole sets, transfer in line", b.prefetch(Retriever::kHata, true, Transfers::kInLine),
         rows_us(b, 1), kCopy, "-");
     b.make_queries(4);
     const double other = b.prefetch(Retriever::kHata, false, Transfers::kWaiting);
-    row("prefetch, hata, 8 x 131072, every head missed, most rows new, beside a transfer kernel that waits", other, read, kRead, "-");
-    std::printf("  new rows %.3f of the selection\n", b.new_share());
+    row("prefetch, hata, 8 x 131072, every head missed, " + b.new_rows() + ", beside a transfer kernel that waits", other, read,
+        kRead, "-");
     // The first two heads of a layer miss, of one layer the first only.
     for (size_t i = 0; i < b.thresholds.host.size(); ++i)
       b.thresholds.host[i] = i % kHeads < (i / kHeads == 0 ? 1 : 2) ? 2.0f : -2.0f;
     b.thresholds.upload();
-    b.seek(0.26);
+    b.seek(Retriever::kHata, 0.26);
     const double few = b.prefetch(Retriever::kHata, false, Transfers::kWaiting);
     const clo::Counters c = b.engine.counters();
-    row("prefetch, hata, 8 x 131072, 23 % of the heads missed, 26 % new rows, beside a transfer kernel that waits", few, read, kRead, "-");
+    row("prefetch, hata, 8 x 131072, 23 % of the heads missed, " + b.new_rows() + ", beside a transfer kernel that waits", few,
+        read, kRead, "-");
     std::printf("  missed %.3f of the heads\n", static_cast<double>(c.misses) / static_cast<double>(c.misses + c.hits));
     std::fill(b.thresholds.host.begin(), b.thresholds.host.end(), -2.0f);
     b.thresholds.upload();
@@ -388,15 +394,17 @@ int main() {
   }
   {
     Bench b(4, 2);
-    b.seek(0.26);
     const double read = b.read();
     for (Retriever r : {Retriever::kHata, Retriever::kSign}) {
+      b.seek(r, 0.26);
       const double lookup = b.stage(r, Stage::kLookup), selection = b.stage(r, Stage::kSelection);
       const double whole = b.stage(r, Stage::kWhole);
       std::printf("%s, B 4: lookup and projection %.2f us, selection %.2f us, difference %.2f us, whole %.2f us\n", name_of(r),
                   lookup, selection - lookup, whole - selection, whole);
-      row(std::string("prefetch, ") + name_of(r) + ", 32 x 131072, every head missed, 26 % new rows, beside a transfer kernel that waits",
-          b.prefetch(r, false, Transfers::kWaiting), read, kRead, "-");
+      const double waiting = b.prefetch(r, false, Transfers::kWaiting);
+      row(std::string("prefetch, ") + name_of(r) + ", 32 x 131072, every head missed, " + b.new_rows() +
+              ", beside a transfer kernel that waits",
+          waiting, read, kRead, "-");
     }
   }
   return 0;
