@@ -193,7 +193,6 @@ std::string DeviceControl::describe(uint32_t error, const std::string& why) cons
     case cuda::Failure::kBadOperand:
       return "layer " + std::to_string(cuda::error_layer(error)) + ", backend " + backend_ +
              ": an operand is out of range";
-    case cuda::Failure::kSelection: return request + ": the selection did not come to an end in time" + limit;
   }
   return request + ": unknown failure";
 }
