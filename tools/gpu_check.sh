@@ -16,7 +16,7 @@ PYTHON=${PYTHON:-python3}
 JOBS=${JOBS:-$(nproc)}
 # Kernels that are loaded on their first launch wait for those that run.
 export CUDA_MODULE_LOADING=EAGER
-export JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_MEM_FRACTION=${MEM_FRACTION:-.06} JAX_DEFAULT_MATMUL_PRECISION=highest
+export JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_MEM_FRACTION=${MEM_FRACTION:-.045} JAX_DEFAULT_MATMUL_PRECISION=highest
 PARTS=${*:-native sanitizer bench python}
 SUMMARY=()
 
@@ -37,37 +37,12 @@ step() {
 
 has() { [[ " $PARTS " == *" $1 "* ]]; }
 
-if has native || has sanitizer || has bench; then
-  native_build() {
-    cmake -S ffi -B build/gpu -G Ninja -DCLO_PYTHON=OFF -DCLO_BUILD_TESTS=ON -DCLO_ENABLE_CUDA=ON &&
-      cmake --build build/gpu -j "$JOBS" -- -k 0
-  }
-  export -f native_build
-  export JOBS
-  step native-build 240 bash -c native_build || { printf '%s\n' "${SUMMARY[@]}"; exit 1; }
-fi
+# One build of everything: the Python module, native tests and benches.
+step build 300 env CMAKE_BUILD_PARALLEL_LEVEL="$JOBS" "$PYTHON" -m pip install --no-build-isolation --no-deps -e . \
+  -C build-dir=build/gpu -C cmake.define.CLO_ENABLE_CUDA=ON -C cmake.define.CLO_BUILD_TESTS=ON ||
+  { printf '%s\n' "${SUMMARY[@]}"; exit 1; }
 if has native; then
   for test in build/gpu/gpu_test_*; do step "$(basename "$test")" 120 "$test"; done
-fi
-if has sanitizer; then
-  # They hold kernels back: "small" leaves out what waits for a kernel beside it.
-  for tool in memcheck racecheck; do
-    for test in build/gpu/gpu_test_*; do
-      name=$(basename "$test")
-      step "$tool-$name" 120 compute-sanitizer --tool "$tool" --error-exitcode 9 "$test" small
-    done
-  done
-fi
-if has python; then
-  # Several processes share the GPU where pytest-xdist is there; compiling is most of the time.
-  workers=()
-  "$PYTHON" -c 'import xdist' 2>"$LOGS/xdist.log" && workers=(-n "${WORKERS:-6}" -p no:benchmark)
-  step python-build 240 "$PYTHON" -m pip install -q --no-build-isolation --no-deps -e . -C cmake.define.CLO_ENABLE_CUDA=ON
-  for suite in ${SUITES:-tests/transfer/test_gpu.py tests/policies/test_clo.py tests/test_generate.py tests/ops}; do
-    step "$(echo "$suite" | tr '/' '-' | sed 's/\.py$//')" "${SUITE_LIMIT:-180}" \
-      "$PYTHON" -m pytest -q --no-header -p no:cacheprovider --tb=short --timeout 100 "${workers[@]}" \
-      -m "not slow and not live" "$suite"
-  done
 fi
 if has bench; then
   # results WHAT BENCH...: runs native benches; their figures together become h200-WHAT.json.
@@ -80,9 +55,37 @@ if has bench; then
   }
   results kernels bench_attend bench_select bench_prefetch
   results transfer bench_transfer
-  XLA_PYTHON_CLIENT_MEM_FRACTION=.6 JAX_DEFAULT_MATMUL_PRECISION=default \
-    step bench_layer "${LAYER_LIMIT:-120}" "$PYTHON" -m clo_jax.bench.layer --out "$OUT/h200-layer.json" &&
-    cat "$LOGS/bench_layer.log"
+  for bench in layer gpu_decode; do
+    XLA_PYTHON_CLIENT_MEM_FRACTION=.6 JAX_DEFAULT_MATMUL_PRECISION=default step "bench_$bench" "${BENCH_LIMIT:-90}" \
+      "$PYTHON" -m "clo_jax.bench.$bench" --out "$OUT/h200-${bench#gpu_}.json" && cat "$LOGS/bench_$bench.log"
+  done
+fi
+if has sanitizer; then
+  # TOOL PROGRAM: "small" leaves out what waits for a kernel beside it, because a sanitizer holds kernels back.
+  sanitize() {
+    timeout 200 compute-sanitizer --tool "$1" --error-exitcode 9 "$2" small >"$LOGS/$1-${2##*/}.log" 2>&1
+    local rc=$?
+    echo "$1 ${2##*/}: exit $rc, $(tail -n 1 "$LOGS/$1-${2##*/}.log")"
+    return $rc
+  }
+  export -f sanitize
+  export LOGS
+  # Beside the suites, which measure nothing either.
+  for tool in memcheck racecheck; do for test in build/gpu/gpu_test_*; do echo "$tool $test"; done; done |
+    xargs -P 4 -L 1 bash -c 'sanitize "$0" "$1"' >"$LOGS/sanitizer.log" 2>&1 &
+  sanitizer=$!
+fi
+if has python; then
+  # Several processes share the GPU where pytest-xdist is there; compiling is most of the time.
+  workers=()
+  "$PYTHON" -c 'import xdist' 2>"$LOGS/xdist.log" && workers=(-n "${WORKERS:-$(nproc)}" --dist worksteal -p no:benchmark)
+  CUDA_MODULE_LOADING=LAZY XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_autotune_level=0" step suites "${SUITE_LIMIT:-240}" \
+    "$PYTHON" -m pytest -q --no-header -p no:cacheprovider --tb=short --timeout 100 "${workers[@]}" -m "not slow and not live" \
+    ${SUITES:-tests/ops tests/transfer/test_gpu.py tests/policies/test_clo.py tests/test_generate.py tests/test_memory.py}
+fi
+if has sanitizer; then
+  if wait "$sanitizer"; then SUMMARY+=("sanitizer                    ok"); else SUMMARY+=("sanitizer                    FAILED"); fi
+  cat "$LOGS/sanitizer.log"
 fi
 echo
 printf '%s\n' "${SUMMARY[@]}"
