@@ -57,7 +57,7 @@ if has bench; then
   results transfer bench_transfer
   for bench in layer gpu_decode; do
     XLA_PYTHON_CLIENT_MEM_FRACTION=.6 JAX_DEFAULT_MATMUL_PRECISION=default step "bench_$bench" "${BENCH_LIMIT:-90}" \
-      "$PYTHON" -m "clo_jax.bench.$bench" --out "$OUT/h200-${bench#gpu_}.json" && cat "$LOGS/bench_$bench.log"
+      "$PYTHON" -m "clo_jax.bench.$bench" --layers 4 --repeats 3 --out "$OUT/h200-${bench#gpu_}.json" && cat "$LOGS/bench_$bench.log"
   done
 fi
 if has sanitizer; then
