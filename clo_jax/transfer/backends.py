@@ -78,7 +78,10 @@ def probe(backend: str = "auto", threads: int | None = None) -> Probe:
         host[...] = random.integers(0, 2**16, size=host.shape, dtype=np.uint16)
         slots = np.broadcast_to(np.arange(rows, dtype=np.int32), (1, _HEADS, rows))
         engine.begin(_REPEATS + _LATENCIES)
-        copies = [_timed(engine, _choose(random, tokens, rows), slots, rows) for _ in range(_REPEATS)]
+        copies = []
+        for _ in range(_REPEATS):
+            _stage(engine, _choose(random, tokens, rows), slots, rows)
+            copies.append(_timed(engine))
         selected = engine.selected_rows(0).view(np.uint16)
         wrong = sum(
             int((selected[0, h] != host[0, h, token]).any(axis=(1, 2)).sum())
@@ -86,8 +89,8 @@ def probe(backend: str = "auto", threads: int | None = None) -> Probe:
         )
         if wrong:
             raise TransferError(f"backend {engine.backend}: {wrong} of {_HEADS * rows} rows arrived wrong")
-        few = _choose(random, tokens, rows)
-        single = [_timed(engine, few, slots, 1) for _ in range(_LATENCIES)]
+        _stage(engine, _choose(random, tokens, rows), slots, 1)
+        single = [_timed(engine) for _ in range(_LATENCIES)]
         engine.end()
         row_bytes = host[0, 0, 0].nbytes
         return Probe(
@@ -104,11 +107,15 @@ def _choose(random: np.random.Generator, tokens: int, rows: int) -> np.ndarray:
     return np.asarray(chosen, np.int32)[None]
 
 
-def _timed(engine: Engine, tokens: np.ndarray, slots: np.ndarray, rows: int) -> float:
-    """Seconds from the post to the delivery of `rows` rows: of every head, or of the first when it is one row."""
+def _stage(engine: Engine, tokens: np.ndarray, slots: np.ndarray, rows: int) -> None:
+    """A request of `rows` rows: of every head, or of the first when it is one row."""
     counts = np.full((1, _HEADS), rows if rows > 1 else 0, np.int32)
     counts[0, 0] = rows
     engine.stage(0, counts, tokens, slots)
+
+
+def _timed(engine: Engine) -> float:
+    """Seconds from the post of the staged request to its delivery."""
     start = time.perf_counter()
     engine.post(0)
     engine.wait(0)
