@@ -247,12 +247,8 @@ def decode_chunk(
     return out, state
 
 
-# On a GPU, operations of a step that need nothing of each other run at once: the small products of a layer do not fill
-# the device one by one. What touches the engine stays in order, by its token. A CPU does not look at this.
-DECODE_OPTIONS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
-
 begin_jitted = jax.jit(begin, donate_argnums=(0, 1))
-decode_chunk_jitted = jax.jit(decode_chunk, static_argnums=(0, 1, 2), donate_argnums=5, compiler_options=DECODE_OPTIONS)
+decode_chunk_jitted = jax.jit(decode_chunk, static_argnums=(0, 1, 2), donate_argnums=5)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

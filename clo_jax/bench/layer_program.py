@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from clo_jax import models
 from clo_jax.cache.layout import CacheLayout
 from clo_jax.config import ModelConfig
-from clo_jax.generate import DECODE_OPTIONS
 from clo_jax.policies.base import LayerState, Position, Prefilled, Shared, Tables
 from clo_jax.policies.clo import CloPolicy
 
@@ -92,7 +91,7 @@ def decode_steps(config, policy, first: int, steps: int, params, tables, plan: P
     return jax.lax.fori_loop(0, steps, body, state)
 
 
-jitted_steps = jax.jit(decode_steps, static_argnums=(0, 1, 2, 3), donate_argnums=8, compiler_options=DECODE_OPTIONS)
+jitted_steps = jax.jit(decode_steps, static_argnums=(0, 1, 2, 3), donate_argnums=8)
 
 
 def fill(
