@@ -5,16 +5,20 @@
 
 #include <algorithm>
 #include <cctype>
-#include <fstream>
+#include <cstdio>
 
 namespace clo {
 
 int numa_node_of_pci(const std::string& address, const std::string& root) {
   std::string folder = address;
   std::transform(folder.begin(), folder.end(), folder.begin(), [](unsigned char c) { return std::tolower(c); });
-  std::ifstream file(root + "/sys/bus/pci/devices/" + folder + "/numa_node");
+  // Not a stream: where a compiler links a libstdc++ of its own into the module, streams end in another one's locales.
+  std::FILE* const file = std::fopen((root + "/sys/bus/pci/devices/" + folder + "/numa_node").c_str(), "r");
+  if (file == nullptr) return -1;
   int node = -1;
-  return file >> node ? node : -1;
+  const bool found = std::fscanf(file, "%d", &node) == 1;
+  std::fclose(file);
+  return found ? node : -1;
 }
 
 bool prefer_numa_node(void* data, int64_t bytes, int node) {
