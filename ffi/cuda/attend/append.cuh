@@ -4,12 +4,9 @@
 #include <cuda_fp16.h>
 
 #include "cuda/attend/plan.cuh"
+#include "cuda/numeric.cuh"
 
 namespace clo::cuda {
-
-__device__ inline float as_float(float x) { return x; }
-__device__ inline float as_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ inline float as_float(__half x) { return __half2float(x); }
 
 // Key and value to the row where attention and later steps look for them.
 template <typename T, int D>
@@ -52,7 +49,7 @@ __device__ void append_codes(const AttendArgs& a, int block, int lane) {
     float projection = 0;
 #pragma unroll 1  // the code of this loop is fetched beside that of the warps that attend
     for (int first = 0; first < D; first += kPart) {
-      const float x = lane < kPart ? as_float(key[first + lane]) - mean[first + lane] : 0.0f;
+      const float x = lane < kPart ? widen(key[first + lane]) - mean[first + lane] : 0.0f;
       float w[kPart];
 #pragma unroll
       for (int i = 0; i < kPart; ++i) w[i] = weights[(first + i) * bits];

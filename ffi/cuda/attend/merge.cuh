@@ -50,7 +50,7 @@ __device__ float squared_distance(const AttendArgs& a, int b, int h, int lane) {
   float squares = 0;
 #pragma unroll
   for (int d = lane; d < D; d += 32) {
-    const float x = as_float(key[d]) - mean[d];
+    const float x = widen(key[d]) - mean[d];
     squares += x * x;
   }
 #pragma unroll
