@@ -103,10 +103,6 @@ cudaError_t hand_over(const EngineRef& engine, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-cudaError_t follow_post(const EngineRef& engine, cudaStream_t stream) {
-  return engine.served_by_threads ? hand_over(engine, stream) : serve_posted(engine, stream);
-}
-
 cudaError_t scatter_rows(const EngineRef& engine, const void* rows, uint32_t number, uint32_t* freed, uint32_t uses,
                          cudaStream_t stream) {
   scatter_rows_kernel<<<kScatterBlocks, kThreads, 0, stream>>>(engine, static_cast<const uint4*>(rows), number, freed,

@@ -11,11 +11,9 @@
 namespace clo::cuda {
 
 // Copies the request of one layer that has been posted earlier in this stream to pinned memory
-// (TransferControl::mirrors) and rings the layer's doorbell. A request without moves is ready at once. Nothing happens after a failure.
+// (TransferControl::mirrors) and rings the layer's doorbell. A request without moves is ready at once. Nothing happens
+// after a failure.
 cudaError_t hand_over(const EngineRef& engine, cudaStream_t stream);
-
-// What a prefetch is followed by, in every engine with transfers: hand_over or serve_posted.
-cudaError_t follow_post(const EngineRef& engine, cudaStream_t stream);
 
 // Takes the rows of the layer's request, which lie one after the other in `rows` (device memory) in the order of heads
 // and moves, to their slots, publishes `number`, and writes `uses` to *freed (mapped pinned memory): `rows` may be

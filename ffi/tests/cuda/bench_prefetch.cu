@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "program_kernels.cuh"
 #include "clo/params.h"
 #include "cuda/difference.h"
 #include "cuda/flags.cuh"
@@ -27,6 +28,9 @@ using clo::DType;
 using clo::LayerView;
 using clo::Retriever;
 using clo::test::Array;
+using clo::test::fill_kernel;
+using clo::test::read_kernel;
+using clo::test::wait_kernel;
 
 constexpr int64_t kHeads = 8, kGroup = 4, kDim = 128, kBits = 256, kTokens = 131072, kSelected = 13107, kSlots = 19660;
 constexpr int kRounds = 8, kReplays = 5;
@@ -34,34 +38,6 @@ constexpr int kRounds = 8, kReplays = 5;
 void row(const std::string& name, double us, double control, const char* control_name, const char* goal) {
   std::printf("%s\t%.4g\tus\t%s\t%.4g\t%s\n", name.c_str(), us, control_name, control, goal);
   std::fflush(stdout);
-}
-
-__global__ void __launch_bounds__(1024) read_kernel(const uint4* from, size_t count, uint32_t* sink) {
-  uint32_t x = 0;
-  for (size_t i = blockIdx.x * 1024 + threadIdx.x; i < count; i += static_cast<size_t>(gridDim.x) * 4096) {
-    uint4 v[4] = {};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const size_t at = i + static_cast<size_t>(j) * gridDim.x * 1024;
-      if (at < count) v[j] = __ldcs(from + at);
-    }
-#pragma unroll
-    for (int j = 0; j < 4; ++j) x ^= v[j].x ^ v[j].y ^ v[j].z ^ v[j].w;
-  }
-  if (x == 0x12345) *sink = x;
-}
-
-__global__ void fill_kernel(uint32_t* to, size_t count, uint32_t seed) {
-  for (size_t i = blockIdx.x * static_cast<size_t>(blockDim.x) + threadIdx.x; i < count;
-       i += static_cast<size_t>(gridDim.x) * blockDim.x) {
-    uint64_t x = (i + 1 + (static_cast<uint64_t>(seed) << 40)) * 0x9E3779B97F4A7C15ull;
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
-    to[i] = static_cast<uint32_t>((x ^ (x >> 27)) >> 16);
-  }
-}
-
-__global__ void wait_kernel(clo::cuda::EngineRef engine) {
-  clo::cuda::wait_ready(engine.flags + *engine.layer.index, engine.timeout_ns, engine.error);
 }
 
 __global__ void pause_kernel(uint64_t nanoseconds) {

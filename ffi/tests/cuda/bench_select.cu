@@ -13,36 +13,15 @@
 #include "clo/params.h"
 #include "cuda/kernels.h"
 #include "cuda/select_topk.cuh"
+#include "program_kernels.cuh"
 #include "device.h"
 
 namespace {
 
 using clo::DType;
 using clo::Retriever;
-
-__global__ void __launch_bounds__(1024) read_kernel(const uint4* from, size_t count, uint32_t* sink) {
-  uint32_t x = 0;
-  for (size_t i = blockIdx.x * 1024 + threadIdx.x; i < count; i += static_cast<size_t>(gridDim.x) * 4096) {
-    uint4 v[4] = {};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const size_t at = i + static_cast<size_t>(j) * gridDim.x * 1024;
-      if (at < count) v[j] = __ldcs(from + at);
-    }
-#pragma unroll
-    for (int j = 0; j < 4; ++j) x ^= v[j].x ^ v[j].y ^ v[j].z ^ v[j].w;
-  }
-  if (x == 0x12345) *sink = x;
-}
-
-__global__ void fill_kernel(uint32_t* to, size_t count, uint32_t seed) {
-  for (size_t i = blockIdx.x * static_cast<size_t>(blockDim.x) + threadIdx.x; i < count;
-       i += static_cast<size_t>(gridDim.x) * blockDim.x) {
-    uint64_t x = (i + 1 + (static_cast<uint64_t>(seed) << 40)) * 0x9E3779B97F4A7C15ull;
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
-    to[i] = static_cast<uint32_t>((x ^ (x >> 27)) >> 16);
-  }
-}
+using clo::test::fill_kernel;
+using clo::test::read_kernel;
 
 template <typename T>
 T* allocate(size_t count) {

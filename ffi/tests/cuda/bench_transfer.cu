@@ -13,10 +13,10 @@
 
 #include "cuda/check.h"
 #include "cuda/flags.cuh"
-#include "cuda/hand_over.h"
 #include "cuda/pull.h"
 #include "host/backends/backend.h"
 #include "host/engine.h"
+#include "tests/cuda/program_kernels.cuh"
 
 using namespace clo;
 
@@ -37,10 +37,6 @@ void row(const char* name, double value, const char* unit, const char* control_n
   std::fprintf(stderr, "%-72s %9.4g %-5s", name, value, unit);
   if (control > 0) std::fprintf(stderr, " %6.3f of %s, goal %s", value / control, control_name, goal);
   std::fputc('\n', stderr);
-}
-
-__global__ void wait_kernel(cuda::EngineRef engine) {
-  cuda::wait_ready(engine.flags + *engine.layer.index, engine.timeout_ns, engine.error);
 }
 
 __global__ void stream_read(const uint4* data, uint4* sink, int64_t n) {
@@ -78,7 +74,7 @@ struct Bench {
     CLO_CUDA_CHECK(cudaMemcpy(numbers, n, sizeof n, cudaMemcpyHostToDevice));
     CLO_CUDA_CHECK(cudaDeviceSynchronize());
     cudaFuncAttributes attributes;
-    CLO_CUDA_CHECK(cudaFuncGetAttributes(&attributes, wait_kernel));
+    CLO_CUDA_CHECK(cudaFuncGetAttributes(&attributes, test::wait_kernel));
     CLO_CUDA_CHECK(cudaFuncGetAttributes(&attributes, stream_read));
     fill();
   }
@@ -139,10 +135,10 @@ struct Bench {
     const int64_t posts = rounds * kLayers;
     for (int64_t i = 0; i < posts; ++i) {
       CLO_CUDA_CHECK(cuda::post_request(of(i % kLayers), program));
-      CLO_CUDA_CHECK(cuda::follow_post(of(i % kLayers), program));
-      if (!ahead || i > 0) wait_kernel<<<1, 1, 0, program>>>(of((i - ahead) % kLayers));
+      CLO_CUDA_CHECK(test::follow_post(of(i % kLayers), program));
+      if (!ahead || i > 0) test::wait_kernel<<<1, 1, 0, program>>>(of((i - ahead) % kLayers));
     }
-    if (ahead) wait_kernel<<<1, 1, 0, program>>>(of((posts - 1) % kLayers));
+    if (ahead) test::wait_kernel<<<1, 1, 0, program>>>(of((posts - 1) % kLayers));
   }
   double seconds(bool within, int rounds, bool ahead = true) {
     Timer t;

@@ -11,6 +11,7 @@
 #include "cuda/hand_over.h"
 #include "host/engine.h"
 #include "tests/check.h"
+#include "tests/cuda/program_kernels.cuh"
 
 namespace clo::test {
 
@@ -133,7 +134,7 @@ struct Program {
     for (int64_t l = 0; l <= layers; ++l) {
       if (l < layers) {
         produce<<<1, 1024, 0, stream>>>(of(l), n);
-        CLO_CUDA_CHECK(cuda::follow_post(of(l), stream));
+        CLO_CUDA_CHECK(follow_post(of(l), stream));
       }
       if (l == 0) continue;
       if (serialised) CHECK(engine.wait(l - 1).empty());
