@@ -10,7 +10,4 @@ namespace clo {
 // Copies the rows of these jobs to their places in `to`, which has room for the whole request.
 void gather_rows(const LayerView& view, const Job* jobs, int64_t count, char* to);
 
-// Starts to fetch a row that will be read soon.
-void prefetch_row(const char* row, int64_t bytes);
-
 }  // namespace clo

@@ -3,29 +3,20 @@
 #include <cstring>
 
 #include "host/backends/backend.h"
-#include "host/backends/gather_rows.h"
+#include "host/backends/row_moves.h"
 
 namespace clo {
 namespace {
 
-// Source rows are scattered over gigabytes: every row misses the caches and often the TLB. A few rows ahead cover that
-// latency without overrunning the line-fill buffers.
-constexpr int64_t kRowsAhead = 8;
-
 class HostBackend : public Backend {
  public:
   void serve(int64_t, const LayerView& view, const Job* jobs, int64_t count) override {
-    const int64_t bytes = row_bytes(view), S = view.max_tokens, C = view.num_slots;
-    for (const Job* job = jobs; job != jobs + count; ++job) {
-      const char* from = static_cast<const char*>(view.host_rows) + job->head * S * bytes;
-      char* to = static_cast<char*>(view.selected_rows) + job->head * C * bytes;
-      const int32_t* tokens = view.request.tokens + job->head * C;
-      const int32_t* slots = view.request.slots + job->head * C;
-      for (int64_t i = job->first; i < job->last; ++i) {
-        if (i + kRowsAhead < job->last) prefetch_row(from + tokens[i + kRowsAhead] * bytes, bytes);
-        std::memcpy(to + slots[i] * bytes, from + tokens[i] * bytes, static_cast<size_t>(bytes));
-      }
-    }
+    const int64_t bytes = row_bytes(view);
+    for_each_row(
+        view, jobs, count, kRowsAhead, [=](const char* row) { fetch_row(row, bytes); },
+        [&](const Job& job, int64_t move, const char* row) {
+          std::memcpy(destination(view, job, move), row, static_cast<size_t>(bytes));
+        });
   }
 };
 

@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "host/backends/row_moves.h"
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
@@ -11,14 +13,13 @@ namespace clo {
 namespace {
 
 constexpr int64_t kCacheLine = 64;
-// Source rows are scattered over gigabytes; about this many ahead cover the latency of memory (measured on an H200's
-// host: 512-byte rows of a tenth of the tokens go as fast as contiguous ones).
-constexpr int64_t kRowsAhead = 12;
+// More than of rows that are kept: what the prototype on an H200's host was fastest with.
+constexpr int64_t kStreamedAhead = 12;
 
 #if defined(__x86_64__)
 
 // The source is read once: it shall not push anything else out of the caches.
-void fetch_row(const char* row, int64_t bytes) {
+void fetch_once(const char* row, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += kCacheLine) _mm_prefetch(row + i, _MM_HINT_NTA);
 }
 
@@ -37,8 +38,8 @@ bool has_movdir64b() {
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (c >> 28 & 1) != 0;
 }
 
-// Wider registers are no way to more: of rows of 512 bytes, 4 threads wrote 22.6 GB/s by movdir64b, 21.6 by 16-byte
-// stores, 16.9 by 32-byte and 16.7 by 64-byte ones to an H200; from 8 threads on the link is the limit of all.
+// Wider registers are no way to more: stores of 32 and 64 bytes were slower than these with 4 threads on an H200's host,
+// and as fast with 8.
 std::vector<StreamStores> find_stores() {
   std::vector<StreamStores> found;
   if (has_movdir64b()) found.push_back({"movdir64b", 64, copy_movdir64b});
@@ -48,7 +49,7 @@ std::vector<StreamStores> find_stores() {
 
 #else
 
-void fetch_row(const char* row, int64_t bytes) {
+void fetch_once(const char* row, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += kCacheLine) __builtin_prefetch(row + i);
 }
 
@@ -80,17 +81,10 @@ void drain_stores() {
 }
 
 void stream_rows(const LayerView& view, const Job* jobs, int64_t count, const StreamStores& stores) {
-  const int64_t bytes = row_bytes(view), S = view.max_tokens, C = view.num_slots;
-  for (const Job* job = jobs; job != jobs + count; ++job) {
-    const char* from = static_cast<const char*>(view.host_rows) + job->head * S * bytes;
-    char* to = static_cast<char*>(view.selected_rows) + job->head * C * bytes;
-    const int32_t* tokens = view.request.tokens + job->head * C;
-    const int32_t* slots = view.request.slots + job->head * C;
-    for (int64_t i = job->first; i < job->last; ++i) {
-      if (i + kRowsAhead < job->last) fetch_row(from + tokens[i + kRowsAhead] * bytes, bytes);
-      stores.copy(to + slots[i] * bytes, from + tokens[i] * bytes, bytes);
-    }
-  }
+  const int64_t bytes = row_bytes(view);
+  for_each_row(
+      view, jobs, count, kStreamedAhead, [=](const char* row) { fetch_once(row, bytes); },
+      [&](const Job& job, int64_t move, const char* row) { stores.copy(destination(view, job, move), row, bytes); });
   drain_stores();
 }
 
