@@ -92,7 +92,6 @@ def test_a_calibrated_checkpoint(run, calibrated):
 
 
 def test_the_picture(run, scores, tmp_path):
-    pytest.importorskip("matplotlib")
     picture = tmp_path / "plan.png"
     result = run("plan", "--scores", scores, "--plot", picture)
     assert result.code == 0 and f"{picture}: written" in result.err
