@@ -5,25 +5,17 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from clo_jax import checkpoints, memory, prompts
 from clo_jax.cache import calibration as calibrations
-from clo_jax.cache.calibration import Calibration
-from clo_jax.cache.layout import ENGINE_PARTS, CacheLayout
-from clo_jax.cache.planner import Planner, with_resident
+from clo_jax.cache.planner import Planner
 from clo_jax.config import Attention, CloConfig
 from clo_jax.errors import CloError
-from clo_jax.generate import bucket_length
-from clo_jax.planning import PlanOptions, Plans
-from clo_jax.policies.base import Policy
-from clo_jax.policies.clo import CloPolicy, HeadScores, given_scores, measured_scores, neutral_scores
-from clo_jax.policies.full import FullPolicy
+from clo_jax.planning import PlanOptions
+from clo_jax.preparation import Preparation, Settings
 from clo_jax.prompts import Options, Prompts, Request
 from clo_jax.results import Delta, Generation
 from clo_jax.session import Session
 from clo_jax.text import IncrementalDecoder, Tokenizer
-from clo_jax.transfer.engine import Engine
 
 
 class LLM:
@@ -34,21 +26,13 @@ class LLM:
     """
 
     def __init__(
-        self, config, params: Any, info, tokenizer: Tokenizer | None, *, attention: Attention, clo: CloConfig,
-        max_context: int, max_batch: int, kv_offload: bool, backend: str, transfer_threads: int | None,
-        chunk_tokens: int, timeout_s: float, head_scores: Any, calibration: Calibration | None, plan: PlanOptions,
+        self, config, params: Any, info, tokenizer: Tokenizer | None, settings: Settings, max_batch: int,
+        chunk_tokens: int,
     ) -> None:  # fmt: skip
-        self.config, self.tokenizer, self.clo, self.attention = config, tokenizer, clo, attention
-        self.max_context, self.max_batch = max_context, max_batch
-        self._params, self._info = params, info
-        self._dtype = str(params["embed"]["embedding"].dtype)
-        self._kv_offload, self._backend, self._threads = kv_offload, backend, transfer_threads
-        self._chunk, self._timeout_s = chunk_tokens, timeout_s
-        self._head_scores, self._calibration = head_scores, calibration
-        self._plan_options = plan
-        self._plans: Plans | None = None
-        self._engine: Engine | None = None
-        self._prepared: tuple[Policy, Any] | None = None
+        self.config, self.tokenizer, self.clo, self.attention = config, tokenizer, settings.clo, settings.attention
+        self.max_context, self.max_batch = settings.max_context, max_batch
+        self._params, self._info, self._chunk = params, info, chunk_tokens
+        self._preparation = Preparation(config, settings)  # refuses now what does not fit the model
         self._busy = threading.Lock()
         self._owner: int | None = None
         self._closed = False
@@ -59,7 +43,7 @@ class LLM:
         max_context: int | None = None, max_batch: int = 8, kv_offload: bool = True, backend: str = "auto",
         transfer_threads: int | None = None, chunk_tokens: int = 16, timeout_s: float = 30.0, head_scores: Any = None,
         calibration: str | os.PathLike | None = "auto", planner: Planner = "none", kv_budget: int | None = None,
-        adapt: bool = False,
+        adapt: bool = False, pinning: Callable[[int, int], None] | None = None,
     ) -> "LLM":  # fmt: skip
         """Loads a checkpoint that `clo-jax convert` made.
 
@@ -91,6 +75,8 @@ class LLM:
             the device.
           adapt: follow the workload: similarity and hits of the heads are watched, and between requests the plan is
             made anew when enough heads would change places. The metrics say what changed.
+          pinning: called with (bytes done, bytes in all) while host rows are pinned for a GPU, at the first prompts of
+            a batch size.
 
         Raises:
           ValueError: a setting that makes no sense.
@@ -115,14 +101,11 @@ class LLM:
         if clo is None:
             choice = found.choice if found else None
             clo = CloConfig(retriever=choice.retriever, hash_bits=choice.hash_bits) if choice else CloConfig()
-        llm = cls(
-            config, params, info, tokenizer, attention=attention, clo=clo, max_context=max_context,
-            max_batch=max_batch, kv_offload=kv_offload, backend=backend, transfer_threads=transfer_threads,
-            chunk_tokens=chunk_tokens, timeout_s=timeout_s, head_scores=head_scores,
-            calibration=found, plan=PlanOptions(planner, kv_budget, adapt),
+        settings = Settings(
+            attention, clo, max_context, str(params["embed"]["embedding"].dtype), kv_offload, backend, transfer_threads,
+            timeout_s, head_scores, found, PlanOptions(planner, kv_budget, adapt), pinning,
         )  # fmt: skip
-        llm._scores(llm._layout(1))  # refuses settings that do not fit the model now, not at the first prompt
-        return llm
+        return cls(config, params, info, tokenizer, settings, max_batch, chunk_tokens)
 
     # --- answering ----------------------------------------
 
@@ -165,7 +148,7 @@ class LLM:
                         for delta in self._deltas(session, decoders, new, first):
                             callback(delta)
                 metrics = session.metrics()
-                self._learn(session)
+                self._preparation.observe(session.head_statistics)
                 for row, tokens in enumerate(session.tokens):
                     answers.append(
                         Generation(
@@ -187,14 +170,13 @@ class LLM:
             session, decoders = self._session(request), [self._decoder()]
             for new in session:
                 yield from self._deltas(session, decoders, new, 0)
-            self._learn(session)
+            self._preparation.observe(session.head_statistics)
 
     def close(self) -> None:
         """Frees the engine and the parameters. Idempotent."""
         with _Turn(self, closing=True):
-            if self._engine is not None:
-                self._engine.close()
-            self._engine = self._prepared = self._params = None
+            self._preparation.close()
+            self._params = None
             self._closed = True
 
     def __enter__(self) -> "LLM":
@@ -205,112 +187,18 @@ class LLM:
 
     def describe(self) -> dict[str, Any]:
         """What this object runs with: for results files and reports."""
-        layout = self._layout(1)
-        clo = {} if self.attention == "full" else {
-            "retriever": self._policy(layout, 0).retriever_name,
-            "hash_bits": layout.hash_bits,
-            "head_scores": self._scores(layout).source,
-            "calibration": str(self._calibration.path) if self._calibration else None,
-            "planner": self._plan_options.planner,
-            "resident_heads": [[layer, list(heads)] for layer, heads in enumerate(layout.resident) if heads],
-            "costs_measured_on": self._calibration.costs.device if self._plans else None,
-        }  # fmt: skip
         return {
             "checkpoint": str(self._info.path),
             "architecture": self.config.architecture,
-            "dtype": self._dtype,
-            "attention": self.attention,
-            "max_context": self.max_context,
-            "device_kv_bytes_per_sequence": sum(layout.device_bytes().values()),
-            "host_kv_bytes_per_sequence": layout.host_bytes(),
+            "dtype": str(self._params["embed"]["embedding"].dtype),
             "stop_token_ids": list(self._info.stop_token_ids),
-        } | clo
+        } | self._preparation.describe()
 
     # --- preparation ----------------------------------------
 
-    def _layout(self, batch: int) -> CacheLayout:
-        if self.attention == "full":
-            return CacheLayout.full(self.config, batch, self.max_context, self._dtype)
-        layout = CacheLayout.clo(self.config, self.clo, batch, self.max_context, self._dtype)
-        if self._plan_options.planner == "none":
-            return layout
-        if self._plans is None:
-            scores = self._scores(layout)
-            self._plans = Plans(
-                self._plan_options, self.config, self.clo, scores.kv_heads, scores.source, self._calibration,
-                self._backend,
-            )  # fmt: skip
-        return with_resident(self.config, self.clo, layout, self._plans.plan(batch, layout).resident)
-
-    def _scores(self, layout: CacheLayout) -> HeadScores:
-        if self._head_scores is not None:
-            return given_scores(layout, self._head_scores)
-        importance = self._calibration.importance if self._calibration else None
-        return measured_scores(layout, importance) if importance else neutral_scores(layout)
-
-    def _policy(self, layout: CacheLayout, engine: int) -> CloPolicy:
-        hashed = self._calibration.hash_of(self.clo.retriever, self.clo.hash_bits) if self._calibration else None
-        options = self._plan_options
-        revision = self._plans.revision(layout.batch) if options.adapt else None
-        return CloPolicy(
-            layout, self.clo, engine, self._scores(layout), hashed, options.planner, options.adapt, revision
-        )  # fmt: skip
-
-    def _prepare(self, batch: int, longest: int) -> tuple[Policy, Any]:
-        """Policy and tables for a batch size; the engine of another layout is closed first.
-
-        Raises:
-          MemoryPlanError: what is not allocated yet does not fit, `longest` tokens of prefill included.
-        """
-        layout = self._layout(batch)
-        ready = self._prepared is not None and self._prepared[0].layout == layout
-        if self._engine is not None and not ready:
-            self._engine.close()
-            self._engine = self._prepared = None
-        workspace = batch * bucket_length(longest, self.max_context) * layout.itemsize * (
-            3 * self.config.hidden_size + (4 * self.config.num_heads + 4 * self.config.num_kv_heads) * layout.head_dim
-        )  # fmt: skip
-        self._require_memory(layout, workspace, ready)
-        if ready:
-            return self._prepared
-        policy: Policy
-        if self.attention == "full":
-            policy = FullPolicy(layout)
-        else:
-            self._engine = Engine(
-                kv_heads=[len(layout.offloaded(layer)) for layer in range(layout.num_layers)],
-                batch=batch, max_tokens=layout.max_tokens, num_slots=layout.num_slots, head_dim=layout.head_dim,
-                dtype=jnp.dtype(self._dtype), backend=self._backend, threads=self._threads,
-                kv_offload=self._kv_offload, timeout_s=self._timeout_s,
-            )  # fmt: skip
-            policy = self._policy(layout, self._engine.handle)
-        self._prepared = (policy, policy.tables())
-        return self._prepared
-
-    def _require_memory(self, layout: CacheLayout, workspace: int, engine_is_there: bool) -> None:
-        """Raises MemoryPlanError unless everything that a call will allocate fits where it will be."""
-        pool = {name: n for name, n in layout.device_bytes().items() if name not in ENGINE_PARTS}
-        pool["prefill"] = workspace
-        arenas = {name: n for name, n in layout.device_bytes().items() if name in ENGINE_PARTS}
-        rows = {"host rows": layout.host_bytes()}
-        if engine_is_there:
-            arenas = rows = {}
-        available, device = memory.available_host_bytes(), memory.device()
-        if device is None:
-            memory.require(memory.Place("host memory", pool | arenas | rows, available))
-        elif self._kv_offload:
-            memory.require(*memory.device_places(pool, arenas, device), memory.Place("host memory", rows, available))
-        else:
-            memory.require(*memory.device_places(pool, arenas | rows, device))
-
     def _session(self, request: Request) -> Session:
-        policy, tables = self._prepare(len(request.prompts), max(len(p) for p in request.prompts))
-        return Session(self.config, self._params, policy, tables, self._engine, request, self._chunk)
-
-    def _learn(self, session: Session) -> None:
-        """Lets the plans follow what a request showed."""
-        if self._plans is not None and session.head_statistics is not None:
-            self._plans.observe(session.head_statistics)
+        policy, tables = self._preparation.prepare(len(request.prompts), max(len(p) for p in request.prompts))
+        return Session(self.config, self._params, policy, tables, self._preparation.engine, request, self._chunk)
 
     def _requests(self, given: Prompts, chat: bool, options: Options) -> list[Request]:
         info, vocab_size = self._info, self.config.vocab_size

@@ -34,6 +34,7 @@ FLOORS = {
     "clo_jax.session": 6,
     "clo_jax.adaptation": 6,
     "clo_jax.planning": 6,
+    "clo_jax.preparation": 6,
     "clo_jax.prompts": 5,
     "clo_jax.llm": 7,
     "clo_jax.calibrate": 8,

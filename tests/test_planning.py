@@ -50,7 +50,7 @@ def answer(llm, prompts=1):
 
 def test_the_paper_s_plan_decides_which_heads_stay(checkpoint, measured):
     with load(checkpoint, measured, planner="paper") as llm:
-        policy, _ = llm._prepare(1, 10)
+        policy, _ = llm._preparation.prepare(1, 10)
         assert policy.layout.resident == ((0, 1), (1,), (0,))
         about, metrics = llm.describe(), answer(llm).metrics
     assert (metrics.planner, metrics.resident_heads) == ("paper", 4)
@@ -58,26 +58,26 @@ def test_the_paper_s_plan_decides_which_heads_stay(checkpoint, measured):
     assert about["resident_heads"] == [[0, [0, 1]], [1, [1]], [2, [0]]]
     # The margin is what makes a cosine of 0.85 a hard one at a threshold of 0.8.
     with load(checkpoint, measured, planner="paper", clo=dataclasses.replace(CLO, reuse_margin=0.01)) as llm:
-        assert llm._prepare(1, 10)[0].layout.resident == ((0, 1), (1,), ())
+        assert llm._preparation.prepare(1, 10)[0].layout.resident == ((0, 1), (1,), ())
 
 
 def test_without_a_planner_nothing_changes(checkpoint, measured):
     with load(checkpoint, measured) as llm:
-        assert llm._prepare(1, 10)[0].layout.resident == ((0, 1), (), ())
+        assert llm._preparation.prepare(1, 10)[0].layout.resident == ((0, 1), (), ())
         metrics = answer(llm).metrics
     assert (metrics.planner, metrics.resident_heads) == ("none", 2)
 
 
 def test_cost_fills_its_budget_with_the_heads_that_move_most(checkpoint, measured):
     with load(checkpoint, measured) as llm:
-        layout = llm._layout(1)
+        layout = llm._preparation.layout(1)
     least = sum(layout.device_bytes().values())
     one_more = with_resident(tiny.LLAMA, CLO, layout, ((0, (0, 1)), (1, (1,))))
     budget = least + 3 * (sum(one_more.device_bytes().values()) - least) // 2  # room for one head and a half
     with load(checkpoint, measured, planner="cost", kv_budget=least) as llm:
-        assert llm._prepare(1, 10)[0].layout.resident == ((0, 1), (), ())
+        assert llm._preparation.prepare(1, 10)[0].layout.resident == ((0, 1), (), ())
     with load(checkpoint, measured, planner="cost", kv_budget=budget) as llm:
-        layout = llm._prepare(1, 10)[0].layout
+        layout = llm._preparation.prepare(1, 10)[0].layout
         assert layout.resident == ((0, 1), (1,), ())
         assert sum(layout.device_bytes().values()) <= budget
         assert answer(llm).metrics.planner == "cost"
@@ -91,8 +91,8 @@ def test_each_batch_size_has_its_own_plan(checkpoint, measured):
     )  # covers one head of one sequence
     calibration.update(measured, costs, similarity(np.full((L, K), 0.5, np.float32)), provenance={})
     with load(checkpoint, measured, planner="paper") as llm:
-        assert llm._layout(1).resident == ((0, 1), (0,), (0,))
-        assert llm._layout(2).resident == ((0, 1), (0, 1), (0, 1))
+        assert llm._preparation.layout(1).resident == ((0, 1), (0,), (0,))
+        assert llm._preparation.layout(2).resident == ((0, 1), (0, 1), (0, 1))
 
 
 def test_answers_with_a_plan_are_those_of_the_same_heads_given(checkpoint, measured):
@@ -154,11 +154,11 @@ def test_a_plan_follows_the_workload(checkpoint, measured):
     calibration.update(measured, similarity(np.full((L, K), 0.999, np.float32)), provenance={})
     wide = dataclasses.replace(CLO, reuse_margin=0.15)
     with load(checkpoint, measured, planner="paper", adapt=True, clo=wide) as llm:
-        assert llm._layout(1).resident == ((0, 1), (), ())
+        assert llm._preparation.layout(1).resident == ((0, 1), (), ())
         first = llm.generate(tiny.prompt(100), max_new_tokens=100, ignore_eos=True)[0]
-        seen = llm._plans._seen.similarity
+        seen = llm._preparation.plans._seen.similarity
         assert (seen[1:] < 0.95).all()
-        layout = llm._layout(1)
+        layout = llm._preparation.layout(1)
         assert layout.resident[1:] != ((), ())
         again = answer(llm)
     assert first.metrics.plan_revision["number"] == 0 and first.metrics.resident_heads == 2
@@ -175,7 +175,7 @@ def test_tracking_changes_no_token(checkpoint, measured):
         plain = llm.generate(prompt, max_new_tokens=30, ignore_eos=True)[0]
     with load(checkpoint, measured, planner="paper", adapt=True) as llm:
         tracked = llm.generate(prompt, max_new_tokens=30, ignore_eos=True)[0]
-        found = llm._plans._seen
+        found = llm._preparation.plans._seen
     assert tracked.token_ids == plain.token_ids
     assert tracked.metrics.hit_rate == plain.metrics.hit_rate
     assert np.all(np.abs(found.similarity) <= 1)

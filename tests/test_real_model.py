@@ -95,7 +95,7 @@ def test_offload_changes_no_token(checkpoint, prompt_ids, changes):
         want = llm.generate(ids, **options)[0].token_ids
     with LLM.load(checkpoint, clo=clo, max_context=2048, transfer_threads=2) as llm:
         llm.generate(ids[:100], max_new_tokens=1)
-        llm._engine.inject_delay(400, seed=5)
+        llm._preparation.engine.inject_delay(400, seed=5)
         answer = llm.generate(ids, **options)[0]
     assert answer.token_ids == want and answer.metrics.rows_moved > 0
 

@@ -81,7 +81,8 @@ if has python; then
   "$PYTHON" -c 'import xdist' 2>"$LOGS/xdist.log" && workers=(-n "${WORKERS:-$(nproc)}" --dist worksteal -p no:benchmark)
   CUDA_MODULE_LOADING=LAZY XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_autotune_level=0" step suites "${SUITE_LIMIT:-240}" \
     "$PYTHON" -m pytest -q --no-header -p no:cacheprovider --tb=short --timeout 100 "${workers[@]}" -m "not slow and not live" \
-    ${SUITES:-tests/ops tests/transfer/test_gpu.py tests/policies/test_clo.py tests/test_generate.py tests/test_memory.py}
+    ${SUITES:-tests/ops tests/transfer/test_gpu.py tests/policies/test_clo.py tests/test_generate.py tests/test_memory.py tests/test_llm.py
+      tests/test_llm_gpu.py}
 fi
 if has sanitizer; then
   if wait "$sanitizer"; then SUMMARY+=("sanitizer                    ok"); else SUMMARY+=("sanitizer                    FAILED"); fi

@@ -29,12 +29,14 @@ class Verbosity:
 
 
 verbosity = Verbosity()
+_describe: list[Callable[[str], None]] = []  # of the bars that are open: sets the text, or, when empty, the first one
 
 
 def reset() -> None:
     """Back to the defaults."""
     global verbosity
     verbosity = Verbosity()
+    _describe.clear()
 
 
 def stderr() -> Console:
@@ -76,6 +78,7 @@ def progress(what: str, total: int | None = None) -> Iterator[Callable[[int], No
     bar = Progress(*columns, console=console, transient=True)
     task = bar.add_task(what, total=total)
     lock, ended = threading.Lock(), False
+    _describe.append(lambda text: bar.update(task, description=text or what))
 
     def start() -> None:
         with lock:
@@ -88,10 +91,18 @@ def progress(what: str, total: int | None = None) -> Iterator[Callable[[int], No
     try:
         yield lambda n: bar.advance(task, n)
     finally:
+        _describe.pop()
         timer.cancel()
         with lock:
             ended = True
         bar.stop()
+
+
+def pinning(done: int, total: int) -> None:
+    """Says in the progress bar that is shown how much host memory is pinned; once it is all, what the bar said
+    before."""
+    if _describe:
+        _describe[-1]("" if done >= total else f"pinning host memory: {human_bytes(done)} of {human_bytes(total)}")
 
 
 def until_first(items: Iterator[Any], what: str) -> Iterator[Any]:

@@ -56,7 +56,9 @@ def chat(
     from clo_jax.llm import LLM
 
     with _console.progress("loading"):
-        llm = LLM.load(checkpoint, dtype=dtype.value, max_context=max_context, max_batch=1, **load)
+        llm = LLM.load(
+            checkpoint, dtype=dtype.value, max_context=max_context, max_batch=1, pinning=_console.pinning, **load
+        )  # fmt: skip
     with llm:
         if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
             raise ValueError(f"CKPT: got {checkpoint}, which has no chat template, wanted one with it (see generate)")

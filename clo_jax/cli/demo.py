@@ -103,7 +103,7 @@ def demo(
     prompt, number, results = "", "", {}
     for number_of_run, run in enumerate(RUNS, 1):
         _console.note(f"run {number_of_run} of {len(RUNS)}: {run.name}")
-        with LLM.load(checkpoint, max_context=MAX_CONTEXT, max_batch=1, **run.load) as llm:
+        with LLM.load(checkpoint, max_context=MAX_CONTEXT, max_batch=1, pinning=_console.pinning, **run.load) as llm:
             if not prompt:
                 text, number = document(llm.tokenizer, document_tokens, seed)
                 prompt = f"{text}\n\n{QUESTION}"

@@ -131,7 +131,9 @@ def generate(
     from clo_jax.llm import LLM
 
     with _console.progress("loading"):
-        llm = LLM.load(checkpoint, dtype=dtype.value, max_context=max_context, max_batch=1, **load)
+        llm = LLM.load(
+            checkpoint, dtype=dtype.value, max_context=max_context, max_batch=1, pinning=_console.pinning, **load
+        )  # fmt: skip
     with llm:
         options["chat"] = wants_chat(llm, chat)
         if stream:

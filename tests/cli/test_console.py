@@ -44,6 +44,21 @@ def test_progress_is_shown_late_and_never_under_quiet(terminal, monkeypatch, lim
     assert ("answering" in stream.getvalue()) is shown
 
 
+def test_the_bar_that_is_shown_says_how_much_is_pinned(terminal, monkeypatch):
+    _console.pinning(1, 2)  # nobody listens
+    monkeypatch.setattr(_console, "SHOW_AFTER_S", 0.0)
+    stream = terminal()
+    with _console.progress("answering", total=3):
+        time.sleep(0.2)
+        _console.pinning(3 << 29, 3 << 30)
+        time.sleep(0.3)
+        assert "pinning host memory: 1.50 GiB of 3.00 GiB" in stream.getvalue()
+        _console.pinning(3 << 30, 3 << 30)
+        time.sleep(0.3)
+        assert stream.getvalue().rindex("answering") > stream.getvalue().rindex("pinning")
+    _console.pinning(1, 2)
+
+
 def test_no_progress_without_a_terminal(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr("sys.stderr", stream)

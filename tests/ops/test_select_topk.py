@@ -210,9 +210,10 @@ def isa_results():
 
 
 def in_subprocess(path, code, **environment):
+    """On the CPU, whatever this process runs on."""
     return subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, '.'); path = {str(path)!r}\n{code}"],
-        env={**os.environ, **environment},
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
         capture_output=True,
         text=True,
     )
