@@ -221,34 +221,40 @@ def begin(
 
 
 def decode_chunk(
-    config: ModelConfig, policy: Policy, chunk: int, params, tables: tuple[Tables, ...], state: DecodeState,
-    sampling: Sampling | None, limits: Limits,
+    config: ModelConfig, policy: Policy, chunk: int, stops_early: bool, params, tables: tuple[Tables, ...],
+    state: DecodeState, sampling: Sampling | None, limits: Limits,
 ) -> tuple[jax.Array, DecodeState]:  # fmt: skip
-    """Up to `chunk` decode steps in one program; stops early when every row has ended.
+    """`chunk` decode steps in one program.
+
+    Args:
+      stops_early: end when every row has ended. On a GPU the host then waits for each step to learn whether there is
+        another one. Without it the host launches all steps at once, and those after the end change nothing.
 
     Returns:
       tokens [B, chunk] int32, -1 where a row had ended; the state.
     """
 
-    def unfinished(carry):
-        step, _, state = carry
-        return (step < chunk) & ~jnp.all(state.done)
-
-    def body(carry):
-        step, out, state = carry
+    def step(i, carry):
+        out, state = carry
         was_done = state.done
         logits, state = decode_step(config, policy, params, tables, state)
         state = accept(state, choose(logits, sampling, state.count), limits)
         column = jnp.where(was_done, jnp.int32(-1), state.token)
-        return step + 1, jax.lax.dynamic_update_slice_in_dim(out, column[:, None], step, axis=1), state
+        return jax.lax.dynamic_update_slice_in_dim(out, column[:, None], i, axis=1), state
 
-    out = jnp.full((state.token.shape[0], chunk), -1, jnp.int32)
-    _, out, state = jax.lax.while_loop(unfinished, body, (jnp.int32(0), out, state))
-    return out, state
+    carry = (jnp.full((state.token.shape[0], chunk), -1, jnp.int32), state)
+    if not stops_early:
+        return jax.lax.fori_loop(0, chunk, step, carry)
+
+    def unfinished(counted):
+        i, (_, state) = counted
+        return (i < chunk) & ~jnp.all(state.done)
+
+    return jax.lax.while_loop(unfinished, lambda counted: (counted[0] + 1, step(*counted)), (jnp.int32(0), carry))[1]
 
 
 begin_jitted = jax.jit(begin, donate_argnums=(0, 1))
-decode_chunk_jitted = jax.jit(decode_chunk, static_argnums=(0, 1, 2), donate_argnums=5)
+decode_chunk_jitted = jax.jit(decode_chunk, static_argnums=(0, 1, 2, 3), donate_argnums=6)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -285,5 +291,5 @@ def generate(
     first = state.token[:, None]
     if max_new_tokens == 1:
         return first, state.count
-    rest, state = decode_chunk(config, policy, max_new_tokens - 1, params, tables, state, sampling, limits)
+    rest, state = decode_chunk(config, policy, max_new_tokens - 1, True, params, tables, state, sampling, limits)
     return jnp.concatenate([first, rest], axis=1), state.count

@@ -120,12 +120,13 @@ class Session:
         yield self._take([[int(t)] for t in first])
         compiling, start = CompileClock(), time.perf_counter()
         paused = 0.0
+        stops_early = jax.default_backend() == "cpu"  # a GPU would wait for the host after each step
         while not done.all():
             with deferred_interrupt(), transfer_errors():
                 with self._serving(state, limits):
                     out, state = decode_chunk_jitted(
-                        self._model, self._policy, self._chunk, self._params, self._tables, state, request.sampling,
-                        limits,
+                        self._model, self._policy, self._chunk, stops_early, self._params, self._tables, state,
+                        request.sampling, limits,
                     )  # fmt: skip
                     jax.block_until_ready((out, state))
                 out, done = np.asarray(out), np.asarray(state.done)

@@ -71,6 +71,25 @@ def test_pure_generate_equals_chunks_under_jit():
     assert int(count[0]) == n and out[0].tolist() == session.tokens[0][:n] + [-1] * (20 - n)
 
 
+def test_steps_after_the_end_change_nothing():
+    config, weights, prompts = tiny.QWEN, tiny.params(tiny.QWEN), [tiny.prompt(40), tiny.prompt(30, seed=1)]
+    policy = tiny.full_policy(config, 2, 64)
+    tokens = np.zeros((2, 64), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    lengths, limits = jnp.array([40, 30], jnp.int32), gen.Limits(jnp.array([3, 6], jnp.int32), jnp.array([-1]))
+    ended = []
+    for stops_early in (True, False):
+        start = gen.prefill(config, policy, weights, policy.tables(), jnp.asarray(tokens), lengths)
+        state = gen.begin(*start, lengths, None, limits)
+        ended.append(gen.decode_chunk(config, policy, 9, stops_early, weights, policy.tables(), state, None, limits))
+    early, late = ended
+    assert (early[0] == late[0]).all() and (early[0] >= 0).sum(axis=1).tolist() == [2, 5]
+    assert early[1].position.tolist() == late[1].position.tolist() == [42, 35]
+    for name in ("token", "count", "done"):
+        assert (getattr(early[1], name) == getattr(late[1], name)).all()
+
+
 def test_pure_generate_refuses_what_does_not_fit():
     policy = tiny.full_policy(tiny.QWEN, 1, 64)
     args = (tiny.params(tiny.QWEN), policy.tables(), jnp.zeros((1, 60), jnp.int32), jnp.array([60], jnp.int32))

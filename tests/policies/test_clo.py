@@ -141,7 +141,7 @@ def test_decode_keeps_every_call_and_holds_no_cache_sized_temporary(llama):
         )
         limits = gen.Limits(jnp.array([10], jnp.int32), jnp.full((8,), -1, jnp.int32))
         state = gen.begin_jitted(layers, shared, logits, jnp.array([64], jnp.int32), None, limits)
-        compiled = gen.decode_chunk_jitted.lower(config, policy, 4, llama, tables, state, None, limits).compile()
+        compiled = gen.decode_chunk_jitted.lower(config, policy, 4, True, llama, tables, state, None, limits).compile()
         engine.reset()
     text = compiled.as_text()  # nothing was dropped: one call each per layer, or per layer with offloaded heads
     calls = {name: text.count(f'custom_call_target="clo_{name}"') for name in ("attend", "prefetch", "offload")}
