@@ -20,7 +20,7 @@ import dataclasses
 import pathlib
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -140,8 +140,9 @@ def plans(model: ModelConfig, clo: CloConfig, layout: CacheLayout, found: Calibr
 def measure(
     model: ModelConfig, params: Any, clo: CloConfig, found: Calibration, asked: Sequence[Question],
     tokenizer: Tokenizer, stop: Sequence[int], backend: str,
+    keep: Callable[[dict[str, Found], dict[str, Plan]], None] = lambda results, planned: None,
 ) -> tuple[dict[str, Found], dict[str, Plan]]:  # fmt: skip
-    """Every row of the table, and the plans of those that have one."""
+    """Every row of the table, and the plans of those that have one. `keep` gets what there is after each row."""
     context = max(len(question.ids) for question in asked) + NEW_TOKENS
     dtype = str(params["embed"]["embedding"].dtype)
     layout = CacheLayout.clo(model, clo, 1, context, dtype)
@@ -154,6 +155,7 @@ def measure(
         results[name] = ask(model, params, policy, engine, asked, tokenizer, stop)
         one = results[name]
         print(f"{name}: {one.right} of {len(asked)} right, {one.steps} steps", file=sys.stderr, flush=True)
+        keep(results, planned)
 
     def engine_of(of: CacheLayout) -> Engine:
         return Engine(
@@ -165,23 +167,24 @@ def measure(
     run("full", FullPolicy(CacheLayout.full(model, 1, context, dtype)), None)
     with engine_of(layout) as engine:
         for name, kind, scores in (
-            ("uniform", EveryHeadPolicy, neutral), ("+T", EveryHeadPolicy, measured), ("+T +G", CloPolicy, measured),
-            ("uniform +G", CloPolicy, neutral),
+            ("uniform", EveryHeadPolicy, neutral), ("+T", EveryHeadPolicy, measured), ("+T +G", CloPolicy, measured)
         ):  # fmt: skip
             run(name, kind(layout, clo, engine.handle, scores, hashed), engine)
+        for name, plan in planned.items():
+            if with_resident(model, clo, layout, plan.resident) == layout:
+                results[name] = results["+T +G"]  # nothing but layer 0 is resident, which it is anyway
+        run("uniform +G", CloPolicy(layout, clo, engine.handle, neutral, hashed), engine)
     for name, plan in planned.items():
-        of = with_resident(model, clo, layout, plan.resident)
-        if of == layout:  # nothing but layer 0 is resident, which it is anyway
-            results[name] = results["+T +G"]
-            continue
-        with engine_of(of) as engine:
-            run(name, CloPolicy(of, clo, engine.handle, measured, hashed, "paper"), engine)
+        if name not in results:
+            of = with_resident(model, clo, layout, plan.resident)
+            with engine_of(of) as engine:
+                run(name, CloPolicy(of, clo, engine.handle, measured, hashed, "paper"), engine)
     return results, planned
 
 
 def rows(results: dict[str, Found], planned: dict[str, Plan], number: int) -> list[report.Row]:
     """The table."""
-    full, base, made = results["full"], results["uniform"], []
+    full, base, made = results["full"], results.get("uniform"), []
     made.append(report.Row("answers right, full", full.right, "answers", "questions", number))
     for name, one in results.items():
         if name == "full":
@@ -233,13 +236,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     clo = CloConfig(retriever=choice.retriever, hash_bits=choice.hash_bits) if choice else CloConfig()
     tokenizer = Tokenizer.from_folder(info.path)
     asked = questions(tokenizer, args.prompts, args.shortest, args.longest, args.seed)
-    results, planned = measure(model, params, clo, found, asked, tokenizer, info.stop_token_ids, args.backend)
     arguments = vars(args) | {
         "out": args.out.name,
         "clo": dataclasses.asdict(clo),
         "importance": found.importance.source,
     }
-    print(report.markdown(report.write(args.out, "ablation", arguments, rows(results, planned, len(asked)))))
+
+    def keep(results: dict[str, Found], planned: dict[str, Plan]) -> dict[str, Any]:
+        return report.write(args.out, "ablation", arguments, rows(results, planned, len(asked)))
+
+    stop = info.stop_token_ids
+    results, planned = measure(model, params, clo, found, asked, tokenizer, stop, args.backend, keep)
+    print(report.markdown(keep(results, planned)))
 
 
 if __name__ == "__main__":

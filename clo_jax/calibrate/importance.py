@@ -72,7 +72,7 @@ class GateSettings:
     def small(cls, **changes: Any) -> "GateSettings":
         """Short prompts, few steps, a window that is small beside them."""
         base = dict(
-            sink=16, recent=64, steps=100, rate=0.05, needles=5, words=8, lengths=(504, 760), examples=32
+            sink=16, recent=64, steps=60, rate=0.08, needles=5, words=8, lengths=(504, 760), examples=24
         )  # fmt: skip
         return cls(**{**base, **changes})
 
