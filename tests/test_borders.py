@@ -32,6 +32,7 @@ FLOORS = {
     "clo_jax.generate": 5,
     "clo_jax.results": 5,
     "clo_jax.session": 6,
+    "clo_jax.forced": 6,
     "clo_jax.adaptation": 6,
     "clo_jax.planning": 6,
     "clo_jax.preparation": 6,

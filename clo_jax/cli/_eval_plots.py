@@ -73,3 +73,32 @@ def draw_grid(path: pathlib.Path, summaries: Sequence[Any], title: str) -> None:
         axis.set_ylabel("depth of the needle", fontsize=8)
     figure.colorbar(image, ax=list(axes[: len(variants)]), label="score")
     _save(figure, path, title)
+
+
+def draw_divergences(path: pathlib.Path, results: Sequence[Any], title: str) -> None:
+    """KL at each decoded token of the longest length, with its running mean, and how it is distributed."""
+    import numpy as np
+
+    figure = _figure(11, 4.5)
+    left, right = figure.subplots(1, 2, width_ratios=(2, 1))
+    longest = max(r.length for r in results)
+    # Where both predict the same, a logarithm still wants a number.
+    values = {r.variant: np.maximum(r.kl, 1e-9) for r in results if r.length == longest and r.attention != "full"}
+    for name, kl in values.items():
+        places = longest - len(kl) + np.arange(len(kl))
+        (line,) = left.plot(places, np.cumsum(kl) / np.arange(1, len(kl) + 1), label=name)
+        left.plot(places, kl, ".", markersize=2, alpha=0.5, color=line.get_color())
+        right.plot(np.sort(kl), 100 * np.arange(1, len(kl) + 1) / len(kl), color=line.get_color(), label=name)
+    bounds = [bound for kl in values.values() for bound in (kl.min() / 2, kl.max() * 2)]
+    left.set_yscale("log")
+    left.set_xlabel("token of the text")
+    left.set_ylabel("KL(full || policy), nats; line: mean so far")
+    right.set_xscale("log")
+    if bounds:
+        left.set_ylim(min(bounds), max(bounds))
+        right.set_xlim(min(bounds), max(bounds))
+    right.set_xlabel("KL, nats")
+    right.set_ylabel("% of tokens at or below")
+    if left.lines:
+        left.legend(fontsize=8)
+    _save(figure, path, f"{title}; {longest:,} tokens")

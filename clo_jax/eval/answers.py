@@ -40,8 +40,7 @@ class Answer:
         return json.dumps(values.pop("key")._asdict() | values) + "\n"
 
     @classmethod
-    def from_line(cls, line: str) -> "Answer":
-        values = json.loads(line)
+    def from_values(cls, values: dict[str, Any]) -> "Answer":
         return cls(Key(*(values.pop(name) for name in Key._fields)), **values)
 
 
@@ -54,13 +53,15 @@ class AnswerFile:
     """The answers of one setup: FOLDER/answers-DIGEST.jsonl, whose first line is the setup.
 
     What answers depend on beside their keys (weights, tokenizer, seed, data type) is the setup; another one has another
-    file. A last line that was cut by an interruption is dropped.
+    file. `described`: what the LLM of a variant with those settings said of itself, by (variant, settings). A last line
+    that was cut by an interruption is dropped.
     """
 
     def __init__(self, folder: Path, setup: Mapping[str, Any]) -> None:
         """Raises CloError for a file that holds something else."""
         self.path = folder / f"answers-{digest(dict(setup))}.jsonl"
         self.answers: dict[Key, Answer] = {}
+        self.described: dict[tuple[str, str], dict[str, Any]] = {}
         if self.path.exists():
             self._read()
         else:
@@ -75,18 +76,34 @@ class AnswerFile:
         lines = data[:whole].decode("utf-8").split("\n")[:-1]
         for number, line in enumerate(lines[1:], 2):
             try:
-                answer = Answer.from_line(line)
+                values = json.loads(line)
+                if "described" in values:
+                    self.described[values["variant"], values["settings"]] = values["described"]
+                    continue
+                answer = Answer.from_values(values)
             except (ValueError, TypeError, KeyError) as error:
                 raise CloError(
                     f"{self.path}, line {number}: not an answer ({error}); remove the line, or the file to start anew"
                 ) from None
             self.answers[answer.key] = answer
 
+    def describe(self, variant: str, settings: str, described: Mapping[str, Any]) -> None:
+        """Keeps what an LLM says of itself."""
+        described = {
+            key: value for key, value in described.items() if key != "checkpoint"
+        }  # where it lies is no matter
+        if self.described.get((variant, settings)) != described:
+            self._append([json.dumps({"variant": variant, "settings": settings, "described": described}) + "\n"])
+            self.described[variant, settings] = described
+
     def add(self, answers: Iterable[Answer]) -> None:
         """Keeps them, on the disk too."""
         answers = list(answers)
+        self._append(answer.to_line() for answer in answers)
+        self.answers |= {answer.key: answer for answer in answers}
+
+    def _append(self, lines: Iterable[str]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
-            file.writelines(answer.to_line() for answer in answers)
+            file.writelines(lines)
             file.flush()
             os.fsync(file.fileno())
-        self.answers |= {answer.key: answer for answer in answers}

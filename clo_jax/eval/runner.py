@@ -29,7 +29,7 @@ Bar = Callable[[str, int], AbstractContextManager[Callable[[int], Any]]]
 
 
 @contextlib.contextmanager
-def _no_bar(what: str, total: int) -> Iterator[Callable[[int], Any]]:
+def no_bar(what: str, total: int) -> Iterator[Callable[[int], Any]]:
     yield lambda n: None
 
 
@@ -54,8 +54,8 @@ class Plan:
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """`samples[length, task]` without those that do not fit, which `left_out` counts; `answers` of the plan, by key;
-    `keys[variant name]`: digest of its settings; `described[variant name]`: what its LLM said of itself, where one was
-    loaded. `skipped`: tasks without their source, with what they need."""
+    `keys[variant name]`: digest of its settings; `described[variant name]`: what its LLM said of itself; `skipped`:
+    tasks without their source, with what they need; `file`: of the answers."""
 
     plan: Plan
     chat: bool
@@ -68,7 +68,7 @@ class Outcome:
     file: Path
 
 
-def run(plan: Plan, bar: Bar = _no_bar) -> Outcome:
+def run(plan: Plan, bar: Bar = no_bar) -> Outcome:
     """Asks what is not answered yet.
 
     Args:
@@ -91,12 +91,11 @@ def run(plan: Plan, bar: Bar = _no_bar) -> Outcome:
     }  # fmt: skip
     file = AnswerFile(plan.folder, setup)
     keys = {variant.name: _settings(variant, info.path) for variant in plan.variants}
-    described = {}
     for variant in plan.variants:
         asking = _Asking(plan, variant, keys[variant.name], config, prompts, tasks, fitting, file)
         if asking.num_open:
             with bar(f"{plan.suite}, {variant.name}", asking.num_open) as advance:
-                described[variant.name] = asking.run(advance)
+                asking.run(advance)
         asking.require_answers()
     wanted = {
         key: file.answers[key]
@@ -104,6 +103,7 @@ def run(plan: Plan, bar: Bar = _no_bar) -> Outcome:
         for (length, task), made in fitting.items()
         for key in (Key(variant.name, keys[variant.name], length, task, sample.index) for sample in made)
     }
+    described = {name: file.described.get((name, settings), {}) for name, settings in keys.items()}
     return Outcome(plan, prompts.chat, fitting, left_out, wanted, keys, described, skipped, file.path)
 
 
@@ -187,8 +187,8 @@ class _Asking:
     def num_open(self) -> int:
         return sum(len(self.open(length, task)) for length, task in self.fitting)
 
-    def run(self, advance: Callable[[int], Any]) -> dict[str, Any]:
-        """Answers what is open; returns what the LLM says of itself."""
+    def run(self, advance: Callable[[int], Any]) -> None:
+        """Answers what is open."""
         from clo_jax.llm import LLM
 
         plan = self.plan
@@ -196,6 +196,7 @@ class _Asking:
             plan.checkpoint, dtype=plan.dtype, max_context=max(plan.lengths), max_batch=plan.max_batch,
             **self.variant.load,
         ) as llm:  # fmt: skip
+            self.file.describe(self.variant.name, self.settings, llm.describe())
             for length in plan.lengths:
                 for task in self.tasks:
                     todo = self.open(length, task.name)
@@ -204,7 +205,6 @@ class _Asking:
                         self.file.add(self.ask(llm, length, task, batch))
                         advance(len(batch))
                     self.require_answers(length, _ENOUGH)
-            return llm.describe()
 
     def ask(self, llm: Any, length: int, task: Task, batch: Sequence[Sample]) -> list[Answer]:
         ids = [self.prompts.encode(sample.text, sample.prefix) for sample in batch]

@@ -54,10 +54,9 @@ def variants(
         if not sparsities:
             raise ValueError(f"--sparsity: got none, wanted at least one for {name}")
         for sparsity in dict.fromkeys(sparsities):
-            config, more = dataclasses.replace(clo, sparsity=sparsity), dict(options)
+            config = dataclasses.replace(clo, sparsity=sparsity)
             if name == "exact":
                 config = dataclasses.replace(config, retriever="exact", sim_threshold=1.0)
-                more["calibration"] = None
-            load = {"attention": "clo" if name == "exact" else name, "clo": config, **more}
+            load = {"attention": "clo" if name == "exact" else name, "clo": config, **options}
             found.append(Variant(f"{name} {sparsity * 100:g} %", name, sparsity, load))
     return found

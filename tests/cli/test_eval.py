@@ -1,5 +1,6 @@
 """clo-jax eval: a real run of a tiny model, tables, results files, pictures, wrong calls."""
 
+import dataclasses
 import json
 
 import pytest
@@ -7,14 +8,16 @@ import pytest
 from clo_jax.bench import report
 from clo_jax.cache import calibration
 from clo_jax.cache.calibration_parts import Choice
-from clo_jax.cli.eval import read_variants, split
+from clo_jax.cli._eval_options import read_variants, split
 from clo_jax.config import CloConfig
-from tests import tiny_checkpoint
+from tests import tiny, tiny_checkpoint
+from tests.eval.planted import plant
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return tiny_checkpoint.write_checkpoint(tmp_path_factory.mktemp("tiny"))
+    small = dataclasses.replace(tiny.LLAMA, num_layers=2)
+    return tiny_checkpoint.write_checkpoint(tmp_path_factory.mktemp("tiny"), small)
 
 
 def test_ruler(run, checkpoint, tmp_path):
@@ -36,12 +39,44 @@ def test_ruler(run, checkpoint, tmp_path):
     # The whole budget is full attention: the same answers, so the same scores.
     assert clo["tasks"] == full["tasks"] and clo["loss"]["value"] == 0 and clo["attended"] == 1
     assert clo["rows_moved"] > 0 and full["loss"] is None
-    assert content["args"]["policies"]["clo 100 %"]["clo"]["sparsity"] == 1
+    policy = content["args"]["policies"]["clo 100 %"]
+    assert policy["load"]["clo"]["sparsity"] == 1 and policy["described"]["retriever"] == "sign"
+    assert "2 samples a task: intervals of means and losses say little" in first.err
     assert content["args"]["skipped"] == {"qa_2": "hotpot"} and content["args"]["chat"] is True
     again = run(*args)
     assert again.code == 0 and again.out == first.out
     answers = (tmp_path / "kept").glob("answers-*.jsonl")
-    assert [len(path.read_text("utf-8").split("\n")) for path in answers] == [1 + 2 * 2 * 2 + 1]
+    assert [len(path.read_text("utf-8").split("\n")) for path in answers] == [1 + 2 * (1 + 2 * 2) + 1]
+
+
+def test_niah(run, checkpoint, tmp_path, monkeypatch):
+    plant(monkeypatch, checkpoint)
+    out, picture = tmp_path / "out.json", tmp_path / "out.png"
+    result = run(
+        "eval", "niah", checkpoint, "--attention", "clo,exact", "--lengths", "480,512", "--depths", "0.5,1",
+        "--samples", "1", "--folder", tmp_path / "kept", "--json", out, "--plot", picture,
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    assert "depth 0.5" in result.out and picture.read_bytes().startswith(b"\x89PNG")
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["length"] for row in rows] == [480, 512] * 3 and set(rows[0]["tasks"]) == {"depth 0.5", "depth 1"}
+
+
+def test_ppl(run, checkpoint, tmp_path, monkeypatch):
+    plant(monkeypatch, checkpoint)
+    out, picture = tmp_path / "out.json", tmp_path / "out.png"
+    result = run(
+        "eval", "ppl", checkpoint, "--attention", "clo", "--sparsity", "1", "--lengths", "256", "--tokens", "33",
+        "--json", out, "--plot", picture,
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    assert "clo 100 %" in result.out and "mean KL" in result.out and picture.read_bytes().startswith(b"\x89PNG")
+    content = json.loads(out.read_text())
+    report.validate(content)
+    full, clo = content["rows"]
+    assert full["kl"]["mean"] == 0 and clo["control"] == full["value"] > 1
+    assert len(clo["kl"]["by_token"]) == 32 and clo["kl"]["mean"] > 0.1 and clo["attended"] == 1
+    assert content["args"]["text"] == "generated"
 
 
 @pytest.mark.parametrize(
@@ -72,9 +107,9 @@ def test_the_calibration_chooses_what_the_flags_leave_open(checkpoint):
     if not folder.exists():
         calibration.update(folder, Choice("hata", 128, "a test"), provenance={})
     loading = {"calibration": str(folder)}
-    (_, clo) = read_variants(str(checkpoint), "clo", "0.1", None, loading)
+    (_, clo) = read_variants(str(checkpoint), "clo", "0.1", None, **loading)
     assert clo.load == {"attention": "clo", "clo": CloConfig(retriever="hata", hash_bits=128), **loading}
-    (_, clo) = read_variants(str(checkpoint), "clo", "0.1", None, loading, retain=2.0)
+    (_, clo) = read_variants(str(checkpoint), "clo", "0.1", None, **loading, retain=2.0)
     assert clo.load["clo"] == CloConfig(retain=2.0)
-    (_, clo) = read_variants(str(checkpoint), "clo", "0.1", None, {"calibration": "none"})
+    (_, clo) = read_variants(str(checkpoint), "clo", "0.1", None, calibration="none")
     assert clo.load == {"attention": "clo", "clo": CloConfig(), "calibration": None}

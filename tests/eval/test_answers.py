@@ -23,6 +23,16 @@ def test_answers_come_back(tmp_path):
     assert json.loads(file.path.read_text("utf-8").split("\n")[0]) == {"setup": {"seed": 1}}
 
 
+def test_what_a_model_said_of_itself_comes_back(tmp_path):
+    file = AnswerFile(tmp_path, {})
+    for _ in range(2):
+        file.describe("clo 10 %", "abc", {"checkpoint": "/somewhere", "retriever": "sign"})
+    file.add([answer(0)])
+    again = AnswerFile(tmp_path, {})
+    assert again.described == {("clo 10 %", "abc"): {"retriever": "sign"}} and len(again.answers) == 1
+    assert len(again.path.read_text("utf-8").splitlines()) == 3
+
+
 def test_another_setup_has_another_file(tmp_path):
     AnswerFile(tmp_path, {"seed": 1}).add([answer(0)])
     assert AnswerFile(tmp_path, {"seed": 2}).answers == {}

@@ -2,8 +2,6 @@
 
 import dataclasses
 import re
-import sys
-import types
 
 import pytest
 
@@ -17,57 +15,12 @@ from clo_jax.eval.sources import Sources
 from clo_jax.eval.summary import summarize
 from clo_jax.eval.variants import variants
 from clo_jax.text import Tokenizer
-from tests import tiny_checkpoint
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return tiny_checkpoint.write_checkpoint(tmp_path_factory.mktemp("tiny"))
+from tests.eval.planted import plant
 
 
 @pytest.fixture
 def planted(monkeypatch, checkpoint):
-    """In place of LLM: finds the secret number of the prompt itself. `loads`, `asked` remember; `fail_after` stops."""
-    tokenizer = Tokenizer.from_folder(checkpoint)
-
-    class LLM:
-        loads, asked, fail_after, answer = [], [], None, None
-
-        @classmethod
-        def load(cls, path, **options):
-            cls.loads.append(options)
-            return cls()
-
-        def generate(self, prompts, *, max_new_tokens):
-            cls = type(self)
-            if cls.fail_after is not None and len(cls.asked) + len(prompts) > cls.fail_after:
-                raise KeyboardInterrupt
-            found = []
-            for ids in prompts:
-                text = tokenizer.decode(ids, skip_special_tokens=False)
-                cls.asked.append((text, max_new_tokens))
-                key = re.search(r"What is the secret number for (\S+) ", text)[1]
-                value = re.search(rf"number for {key} is (\d+)", text)[1]
-                metrics = types.SimpleNamespace(backend="host", hit_rate=0.25, rows_moved=60)
-                found.append(
-                    types.SimpleNamespace(
-                        text=value if cls.answer is None else cls.answer, finish_reason="stop", metrics=metrics,
-                        prompt_tokens=len(ids), completion_tokens=5,
-                    )
-                )  # fmt: skip
-            return found
-
-        def describe(self):
-            return {"max_context": 1024, "dtype": "float32", "resident_heads": [[0, [0, 1]]]}
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *exc):
-            pass
-
-    monkeypatch.setitem(sys.modules, "clo_jax.llm", types.SimpleNamespace(LLM=LLM))
-    return LLM
+    return plant(monkeypatch, checkpoint)
 
 
 @pytest.fixture

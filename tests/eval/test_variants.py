@@ -16,7 +16,7 @@ def test_full_attention_always_comes_first_and_once():
 
 def test_exact_reads_keys_and_refreshes_every_head_at_each_step():
     (_, exact) = variants(["exact"], [0.05], CloConfig(retain=2.0), {"planner": "none", "calibration": "auto"})
-    assert exact.attention == "exact" and exact.load["attention"] == "clo" and exact.load["calibration"] is None
+    assert exact.attention == "exact" and exact.load["attention"] == "clo" and exact.load["planner"] == "none"
     assert exact.clo == CloConfig(sparsity=0.05, retriever="exact", sim_threshold=1.0, retain=2.0)
 
 
