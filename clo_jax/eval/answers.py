@@ -62,19 +62,18 @@ class AnswerFile:
         self.path = folder / f"answers-{digest(dict(setup))}.jsonl"
         self.answers: dict[Key, Answer] = {}
         self.described: dict[tuple[str, str], dict[str, Any]] = {}
-        if self.path.exists():
-            self._read()
-        else:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps({"setup": dict(setup)}, default=str) + "\n", "utf-8")
-
-    def _read(self) -> None:
-        data = self.path.read_bytes()
+        folder.mkdir(parents=True, exist_ok=True)
+        data = self.path.read_bytes() if self.path.exists() else b""
         whole = data.rfind(b"\n") + 1
         if whole < len(data):
             os.truncate(self.path, whole)
-        lines = data[:whole].decode("utf-8").split("\n")[:-1]
-        for number, line in enumerate(lines[1:], 2):
+        if whole:
+            self._take(data[:whole].decode("utf-8").split("\n")[1:-1])
+        else:
+            self._append([json.dumps({"setup": dict(setup)}, default=str) + "\n"])
+
+    def _take(self, lines: list[str]) -> None:
+        for number, line in enumerate(lines, 2):
             try:
                 values = json.loads(line)
                 if "described" in values:

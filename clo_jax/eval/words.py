@@ -51,9 +51,16 @@ def distinct(make: Callable[[], str], number: int, taken: set[str] | None = None
     return found
 
 
-def pair(rng: random.Random) -> str:
-    """An adjective and a noun: "amber-lantern"."""
-    return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
+def pairs(rng: random.Random, number: int, taken: set[str] | None = None) -> list[str]:
+    """`number` different ones of an adjective and a noun ("amber-lantern"), none of them in `taken`; of two adjectives
+    each, where one would not tell so many apart (a million tokens of needles)."""
+    adjectives = 1 if number <= len(ADJECTIVES) * len(NOUNS) // 2 else 2
+    return distinct(lambda: "-".join([*rng.choices(ADJECTIVES, k=adjectives), rng.choice(NOUNS)]), number, taken)
+
+
+def codes(rng: random.Random, number: int, taken: set[str] | None = None) -> list[str]:
+    """`number` different codes, none of them in `taken`."""
+    return distinct(lambda: code(rng), number, taken)
 
 
 def number(rng: random.Random) -> str:

@@ -49,6 +49,15 @@ def test_a_cut_last_line_is_dropped_and_the_next_answer_follows_cleanly(tmp_path
     assert list(AnswerFile(tmp_path, {}).answers.values()) == [answer(0), answer(1)]
 
 
+@pytest.mark.parametrize("kept", [0, 5])
+def test_a_file_whose_first_line_was_cut_begins_anew(tmp_path, kept):
+    file = AnswerFile(tmp_path, {"seed": 1})
+    file.path.write_bytes(file.path.read_bytes()[:kept])
+    AnswerFile(tmp_path, {"seed": 1}).add([answer(0)])
+    assert list(AnswerFile(tmp_path, {"seed": 1}).answers.values()) == [answer(0)]
+    assert json.loads(file.path.read_text("utf-8").split("\n")[0]) == {"setup": {"seed": 1}}
+
+
 def test_a_damaged_line_is_named(tmp_path):
     file = AnswerFile(tmp_path, {})
     file.add([answer(0), answer(1)])

@@ -35,7 +35,7 @@ def _word_list(rng: random.Random, others: int, often: int, seldom: int) -> tupl
     if number <= len(words.NOUNS):
         chosen = rng.sample(words.NOUNS, number)
     else:
-        chosen = words.distinct(lambda: words.pair(rng), number)
+        chosen = words.pairs(rng, number)
     listed = chosen[:COMMON] * often + chosen[COMMON:] * seldom
     rng.shuffle(listed)
     text = (

@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from clo_jax.eval import words
@@ -35,10 +35,10 @@ class Needles:
 
     def __call__(self, rng: random.Random, size: int, length: int, sources: Sources, index: int) -> Draft:
         """`size`: sentences of the hay."""
-        key_of: Callable[[random.Random], str] = words.code if self.code_keys else words.pair
-        value_of: Callable[[random.Random], str] = words.code if self.code_values else words.number
+        keys_of = words.codes if self.code_keys else words.pairs
+        value_of = words.code if self.code_values else words.number
         kind = "code" if self.code_values else "number"
-        keys = words.distinct(lambda: key_of(rng), self.keys)
+        keys = keys_of(rng, self.keys)
         values = words.distinct(lambda: value_of(rng), self.keys * self.values)
         facts = [(keys[i // self.values], value) for i, value in enumerate(values)]
         asked = rng.sample(keys, self.asked)
@@ -49,7 +49,7 @@ class Needles:
         elif self.hay == "prose":
             hay = sources.sentences(rng, size)
         else:
-            others = words.distinct(lambda: key_of(rng), size, set(keys))
+            others = keys_of(rng, size, set(keys))
             hay = [_needle(kind, key, value_of(rng)) for key in others]
         text = insert(hay, [_needle(kind, key, value) for key, value in order], places)
         outputs = tuple(value for key in asked for k, value in facts if k == key)
