@@ -74,7 +74,17 @@ def write(path: pathlib.Path, outcome: Any, summaries: Sequence[Any]) -> None:
         "left_out": {f"{task}, {n} tokens": k for (n, task), k in outcome.left_out.items() if k},
         "intervals": intervals.METHOD, "policies": _policies(outcome),
     }  # fmt: skip
+    if plan.suite == "longbench":
+        from clo_jax.eval.longbench import TRUNCATION
+
+        args |= {"truncation": TRUNCATION, "cut": cut(outcome)}
     report.write(path, f"eval {plan.suite}", args, rows)
+
+
+def cut(outcome: Any) -> dict[str, int]:
+    """Samples that have lost their middle, by task and length."""
+    counts = {f"{task}, {n} tokens": sum(s.cut for s in made) for (n, task), made in outcome.samples.items()}
+    return {name: number for name, number in counts.items() if number}
 
 
 def divergences(results: Sequence[Any]) -> Table:

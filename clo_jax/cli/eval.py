@@ -1,4 +1,4 @@
-"""`clo-jax eval ruler|niah|ppl`: what a lossy cache costs in accuracy, beside full attention on the same prompts."""
+"""`clo-jax eval ruler|niah|longbench|ppl`: what a lossy cache costs in accuracy, beside full attention."""
 
 import pathlib
 from typing import Annotated, Any
@@ -10,7 +10,9 @@ from clo_jax.cli import _eval_options as e
 from clo_jax.cli import _options as o
 
 app = typer.Typer(
-    name="eval", no_args_is_help=True, help="Measure accuracy against full attention, on generated tasks or a text."
+    name="eval",
+    no_args_is_help=True,
+    help="Measure accuracy against full attention, on tasks over long texts or along a text.",
 )
 _ATTENTION = "full,clo,exact"
 _FEW = 10  # a bootstrap of fewer samples knows little of their spread
@@ -124,6 +126,55 @@ def niah(
 
 
 @app.command()
+def longbench(
+    checkpoint: o.Checkpoint,
+    data: Annotated[pathlib.Path, e.sample("--data", metavar="FOLDER", help="The published NAME.jsonl files.")],
+    attention: e.AttentionList = _ATTENTION,
+    sparsity: e.SparsityList = "0.1",
+    lengths: e.Lengths = "4096",
+    samples: e.Samples = 200,
+    tasks: Annotated[
+        str | None, e.sample("--tasks", metavar="LIST", help="Sets by name.", show_default="all that are there")
+    ] = None,
+    chat: e.Chat = None,
+    folder: e.Folder = _FOLDER,
+    batch: e.Batch = 1,
+    dtype: o.DTypeOption = o.DType.auto,
+    preset: o.PresetOption = None,
+    refresh: o.RefreshOption = None,
+    retain: o.Retain = None,
+    sim_threshold: o.SimThreshold = None,
+    hash_bits: o.HashBits = None,
+    recent_tokens: o.RecentTokens = None,
+    backend: o.Backend = None,
+    calibration: o.Calibration = None,
+    planner: o.PlannerOption = None,
+    kv_budget: o.KvBudget = None,
+    json: e.JsonFile = None,
+    plot: e.Plot = None,
+    quiet: o.Quiet = False,
+    no_progress: o.NoProgress = False,
+    debug: o.Debug = False,
+) -> None:
+    """LongBench: up to 21 sets of real texts. Those longer than a length lose their middle, as in the original."""
+    from clo_jax.eval import longbench as sets
+    from clo_jax.eval.runner import Plan
+    from clo_jax.eval.sources import Sources
+
+    chosen = e.read_variants(
+        checkpoint, attention, sparsity, preset, refresh=refresh, retain=retain, sim_threshold=sim_threshold,
+        hash_bits=hash_bits, recent_tokens=recent_tokens, backend=backend, calibration=calibration, planner=planner,
+        kv_budget=kv_budget,
+    )  # fmt: skip
+    names = None if tasks is None else e.split("--tasks", tasks, str)
+    plan = Plan(
+        "longbench", checkpoint, sets.read(data, names), chosen, e.read_lengths(lengths), samples, 0, chat, dtype.value,
+        batch, Sources(), folder,
+    )  # fmt: skip
+    _run_tasks(plan, json, plot, "draw_scores")
+
+
+@app.command()
 def ppl(
     checkpoint: o.Checkpoint,
     attention: e.AttentionList = _ATTENTION,
@@ -181,11 +232,13 @@ def _run_tasks(plan: Any, json: pathlib.Path | None, plot: pathlib.Path | None, 
     from clo_jax.eval.summary import summarize
 
     outcome = run(plan, _console.progress)
-    for task, source in outcome.skipped.items():
-        _console.note(f"{task}: left out, it needs --{source} FILE")
+    for task, what in outcome.skipped.items():
+        _console.note(f"{task}: left out, it needs {what}")
     for (length, task), number in outcome.left_out.items():
         if number:
-            _console.note(f"{task} at {length} tokens: {number} of {plan.samples} prompts do not fit and are left out")
+            _console.note(f"{task} at {length} tokens: {number} prompts do not fit and are left out")
+    for name, number in _eval_tables.cut(outcome).items():
+        _console.note(f"{name}: {number} texts have lost their middle")
     if plan.samples < _FEW:
         _console.note(f"{plan.samples} samples a task: intervals of means and losses say little with so few")
     summaries = summarize(outcome)

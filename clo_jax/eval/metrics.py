@@ -12,10 +12,12 @@ def clean(answer: str) -> str:
 
 
 def string_match_all(answer: str, references: Sequence[str]) -> float:
-    """Share of the references that the answer contains, in any case of letters; in [0, 1]."""
-    return sum(reference.lower() in answer.lower() for reference in references) / len(references)
+    """Share of the references that the cleaned answer contains, in any case of letters; in [0, 1]."""
+    text = clean(answer).lower()
+    return sum(reference.lower() in text for reference in references) / len(references)
 
 
 def string_match_part(answer: str, references: Sequence[str]) -> float:
-    """1 when the answer contains any of the references, in any case of letters, else 0."""
-    return max(float(reference.lower() in answer.lower()) for reference in references)
+    """1 when the cleaned answer contains any of the references, in any case of letters, else 0."""
+    text = clean(answer).lower()
+    return max(float(reference.lower() in text) for reference in references)

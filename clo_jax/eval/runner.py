@@ -55,7 +55,7 @@ class Plan:
 class Outcome:
     """`samples[length, task]` without those that do not fit, which `left_out` counts; `answers` of the plan, by key;
     `keys[variant name]`: digest of its settings; `described[variant name]`: what its LLM said of itself; `skipped`:
-    tasks without their source, with what they need; `file`: of the answers."""
+    tasks that are left out, with what they need; `file`: of the answers."""
 
     plan: Plan
     chat: bool
@@ -80,10 +80,12 @@ def run(plan: Plan, bar: Bar = no_bar) -> Outcome:
     """
     config, info = read_info(plan.checkpoint)
     prompts = _prompts(plan, config, info)
-    skipped = {task.name: task.needs for task in plan.tasks if task.needs and getattr(plan.sources, task.needs) is None}
+    missing = {task.name: task.missing(plan.sources) for task in plan.tasks}
+    skipped = {name: what for name, what in missing.items() if what is not None}
     tasks = [task for task in plan.tasks if task.name not in skipped]
     if not tasks:
-        raise ValueError(f"tasks: got only {', '.join(skipped)}, wanted a task whose source file is given")
+        needed = ", ".join(f"{name} ({what})" for name, what in skipped.items())
+        raise ValueError(f"tasks: got only what is left out, wanted a task that lacks nothing: {needed}")
     fitting, left_out = _samples(plan, tasks, prompts, bar)
     setup = {
         "suite": plan.suite, "weights": dict(info.manifest.source_files), "dtype": plan.dtype, "seed": plan.seed,
@@ -100,8 +102,8 @@ def run(plan: Plan, bar: Bar = no_bar) -> Outcome:
     wanted = {
         key: file.answers[key]
         for variant in plan.variants
-        for (length, task), made in fitting.items()
-        for key in (Key(variant.name, keys[variant.name], length, task, sample.index) for sample in made)
+        for (length, _), made in fitting.items()
+        for key in (Key(variant.name, keys[variant.name], length, sample.task, sample.index) for sample in made)
     }
     described = {name: file.described.get((name, settings), {}) for name, settings in keys.items()}
     return Outcome(plan, prompts.chat, fitting, left_out, wanted, keys, described, skipped, file.path)
@@ -135,12 +137,13 @@ def _samples(
     with bar(f"{plan.suite}, samples", len(plan.lengths) * len(tasks) * plan.samples) as advance:
         for length in plan.lengths:
             for task in tasks:
-                made = samples.load_or_make(
-                    task, plan.samples, length, prompts, plan.sources, plan.seed, plan.folder / "samples", advance
+                made = task.samples(
+                    plan.samples, length, prompts, plan.sources, plan.seed, plan.folder / "samples", advance
                 )
                 fitting[length, task.name] = [sample for sample in made if sample is not None]
                 left_out[length, task.name] = sum(sample is None for sample in made)
-    total, cut = len(fitting) * plan.samples, sum(left_out.values())
+    cut = sum(left_out.values())
+    total = cut + sum(len(made) for made in fitting.values())
     if cut > MOST_CUT * total:
         where = ", ".join(f"{task} at {length} ({n})" for (length, task), n in left_out.items() if n)
         raise CloError(
@@ -207,7 +210,7 @@ class _Asking:
                     self.require_answers(length, _ENOUGH)
 
     def ask(self, llm: Any, length: int, task: Task, batch: Sequence[Sample]) -> list[Answer]:
-        ids = [self.prompts.encode(sample.text, sample.prefix) for sample in batch]
+        ids = [self.prompts.encode(sample.text, sample.prefix, sample.chat) for sample in batch]
         described, answers = llm.describe(), []
         for sample, generation in zip(batch, llm.generate(ids, max_new_tokens=task.answer_tokens), strict=True):
             found = generation.metrics

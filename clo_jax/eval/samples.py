@@ -7,7 +7,7 @@ import os
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from clo_jax.errors import CloError
 from clo_jax.eval.sources import Sources
@@ -35,7 +35,9 @@ class Draft:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A draft that was fitted to a length. `prompt_tokens`: of the whole prompt, chat template and prefix included."""
+    """A prompt that was fitted to a length. `task`: names what it is a sample of, in answers. `prompt_tokens`: of the
+    whole prompt, chat template and prefix included. `chat`: False: bare text whatever the others are. `cut`: the middle
+    of the text was left out."""
 
     task: str
     index: int
@@ -44,14 +46,37 @@ class Sample:
     outputs: tuple[str, ...]
     depths: tuple[float, ...]
     prompt_tokens: int
+    chat: bool = True
+    cut: bool = False
+
+
+class Task(Protocol):
+    """What a suite consists of. `answer_tokens`: room for the answer, and the most that is generated."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def answer_tokens(self) -> int: ...
+
+    def metric(self, answer: str, outputs: Sequence[str]) -> float:
+        """What an answer is worth, in [0, 1]."""
+
+    def missing(self, sources: Sources) -> str | None:
+        """What is needed and not there; such tasks are left out by name."""
+
+    def samples(
+        self, number: int, length: int, prompts: "PromptFormat", sources: Sources, seed: int, folder: Path,
+        made: Callable[[int], Any],
+    ) -> list[Sample | None]:  # fmt: skip
+        """At most `number` samples, None where one does not fit. `folder`: to keep them in. `made(1)`: after each."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
-    """A kind of sample.
+class GeneratedTask:
+    """A task whose samples are made up.
 
     `draft(rng, size, length, sources)` makes a prompt that grows with `size` >= 1; the same arguments, the same prompt.
-    `answer_tokens`: room for the answer, and the most that is generated. `metric(answer, outputs)`: in [0, 1].
     `needs`: the name of the source without which the task is left out. `most(sources)`: the largest size.
     """
 
@@ -62,6 +87,17 @@ class Task:
     needs: str | None = None
     most: Callable[[Sources], int] | None = None
 
+    def missing(self, sources: Sources) -> str | None:
+        """See `Task`."""
+        return f"--{self.needs} FILE" if self.needs and getattr(sources, self.needs) is None else None
+
+    def samples(
+        self, number: int, length: int, prompts: "PromptFormat", sources: Sources, seed: int, folder: Path,
+        made: Callable[[int], Any],
+    ) -> list[Sample | None]:  # fmt: skip
+        """See `Task`; kept in `folder`."""
+        return load_or_make(self, number, length, prompts, sources, seed, folder, made)
+
 
 @dataclasses.dataclass(frozen=True)
 class PromptFormat:
@@ -71,9 +107,10 @@ class PromptFormat:
     tokenizer: Tokenizer
     chat: bool
 
-    def encode(self, text: str, prefix: str) -> list[int]:
-        if not self.chat:
-            return self.tokenizer.encode(f"{text}\n{prefix}")
+    def encode(self, text: str, prefix: str, chat: bool = True) -> list[int]:
+        """`chat`: False: bare text, whatever others are."""
+        if not (self.chat and chat):
+            return self.tokenizer.encode(f"{text}\n{prefix}" if prefix else text)
         rendered = self.tokenizer.render_chat([{"role": "user", "content": text}])
         return self.tokenizer.encode(rendered + prefix, add_special_tokens=False)
 
@@ -81,7 +118,9 @@ class PromptFormat:
         return hashlib.sha256(f"{self.tokenizer.digest()} {self.chat}".encode()).hexdigest()
 
 
-def make_sample(task: Task, index: int, length: int, prompts: PromptFormat, sources: Sources, seed: int) -> Sample:
+def make_sample(
+    task: GeneratedTask, index: int, length: int, prompts: PromptFormat, sources: Sources, seed: int
+) -> Sample:
     """Sample number `index`: the largest prompt that leaves room for the answer in `length` tokens.
 
     Raises:
@@ -131,7 +170,7 @@ def _largest(at: Callable[[int], tuple[Draft, int]], room: int, most: int | None
 
 
 def load_or_make(
-    task: Task, number: int, length: int, prompts: PromptFormat, sources: Sources, seed: int, folder: Path,
+    task: GeneratedTask, number: int, length: int, prompts: PromptFormat, sources: Sources, seed: int, folder: Path,
     made: Callable[[int], Any] = lambda n: None,
 ) -> list[Sample | None]:  # fmt: skip
     """`number` samples, read from `folder` as far as they are there; the others are made and added to the file.

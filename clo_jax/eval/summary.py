@@ -53,13 +53,13 @@ def summarize(outcome: Outcome) -> list[Summary]:
                 if n != length:
                     continue
 
-                def of(name: str, task: str = task, made: Any = made, n: int = n) -> list[Answer]:
-                    return [outcome.answers[Key(name, outcome.keys[name], n, task, s.index)] for s in made]
+                def of(name: str, made: Any = made, n: int = n) -> list[Answer]:
+                    return [outcome.answers[Key(name, outcome.keys[name], n, s.task, s.index)] for s in made]
 
                 answers[task] = of(variant.name)
                 for scored, given in ((scores, answers[task]), (control, of(FULL.name))):
                     pairs = zip(given, made, strict=True)
-                    scored[task] = np.array([metric_of[task](metrics.clean(a.text), s.outputs) for a, s in pairs])
+                    scored[task] = np.array([metric_of[task](a.text, s.outputs) for a, s in pairs])
             found.append(_summary(variant, length, answers, scores, control))
     return found
 

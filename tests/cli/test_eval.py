@@ -11,6 +11,7 @@ from clo_jax.cache.calibration_parts import Choice
 from clo_jax.cli._eval_options import read_variants, split
 from clo_jax.config import CloConfig
 from tests import tiny, tiny_checkpoint
+from tests.eval.longbench import sets
 from tests.eval.planted import plant
 
 
@@ -42,7 +43,7 @@ def test_ruler(run, checkpoint, tmp_path):
     policy = content["args"]["policies"]["clo 100 %"]
     assert policy["load"]["clo"]["sparsity"] == 1 and policy["described"]["retriever"] == "sign"
     assert "2 samples a task: intervals of means and losses say little" in first.err
-    assert content["args"]["skipped"] == {"qa_2": "hotpot"} and content["args"]["chat"] is True
+    assert content["args"]["skipped"] == {"qa_2": "--hotpot FILE"} and content["args"]["chat"] is True
     again = run(*args)
     assert again.code == 0 and again.out == first.out
     answers = (tmp_path / "kept").glob("answers-*.jsonl")
@@ -60,6 +61,22 @@ def test_niah(run, checkpoint, tmp_path, monkeypatch):
     assert "depth 0.5" in result.out and picture.read_bytes().startswith(b"\x89PNG")
     rows = json.loads(out.read_text())["rows"]
     assert [row["length"] for row in rows] == [480, 512] * 3 and set(rows[0]["tasks"]) == {"depth 0.5", "depth 1"}
+
+
+def test_longbench(run, checkpoint, tmp_path, monkeypatch):
+    plant(monkeypatch, checkpoint).answer = "red"
+    out = tmp_path / "out.json"
+    result = run(
+        "eval", "longbench", checkpoint, "--data", sets.write(tmp_path / "data"), "--tasks", "qasper,trec",
+        "--attention", "clo", "--lengths", "800", "--folder", tmp_path / "kept", "--json", out,
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    assert "qasper, 800 tokens: 1 texts have lost their middle" in result.err
+    content = json.loads(out.read_text())
+    full, clo = content["rows"]
+    assert full["tasks"]["qasper"]["value"] == 50 and full["tasks"]["qasper"]["samples"] == 2
+    assert full["tasks"]["trec"]["value"] == 0 and clo["loss"]["value"] == 0
+    assert content["args"]["cut"] == {"qasper, 800 tokens": 1} and "lose their middle" in content["args"]["truncation"]
 
 
 def test_ppl(run, checkpoint, tmp_path, monkeypatch):

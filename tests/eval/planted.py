@@ -33,13 +33,14 @@ def plant(monkeypatch, checkpoint):
             for ids in prompts:
                 text = tokenizer.decode(ids, skip_special_tokens=False)
                 cls.asked.append((text, max_new_tokens))
-                key = re.search(r"What is the secret number for (\S+) ", text)[1]
-                value = re.search(rf"number for {key} is (\d+)", text)[1]
-                text = value if cls.answer is None else cls.answer
+                answer = cls.answer
+                if answer is None:
+                    key = re.search(r"What is the secret number for (\S+) ", text)[1]
+                    answer = re.search(rf"number for {key} is (\d+)", text)[1]
                 costs = types.SimpleNamespace(backend="host", hit_rate=0.25, rows_moved=60)
                 found.append(
                     types.SimpleNamespace(
-                        text=text, finish_reason="stop", metrics=costs, prompt_tokens=len(ids), completion_tokens=5
+                        text=answer, finish_reason="stop", metrics=costs, prompt_tokens=len(ids), completion_tokens=5
                     )
                 )
             return found

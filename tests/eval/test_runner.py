@@ -10,7 +10,7 @@ from clo_jax.errors import CloError
 from clo_jax.eval import runner
 from clo_jax.eval.ruler import TASKS
 from clo_jax.eval.runner import Plan
-from clo_jax.eval.samples import Draft, Task
+from clo_jax.eval.samples import Draft, GeneratedTask
 from clo_jax.eval.sources import Sources
 from clo_jax.eval.summary import summarize
 from clo_jax.eval.variants import variants
@@ -32,7 +32,7 @@ def plan(checkpoint, tmp_path):
 
 def test_everything_is_asked_once(plan, planted):
     outcome = runner.run(plan)
-    assert outcome.skipped == {"qa_1": "squad"} and outcome.chat is True
+    assert outcome.skipped == {"qa_1": "--squad FILE"} and outcome.chat is True
     assert len(planted.asked) == 2 * 2 * 2 * 3 == len(outcome.answers)
     assert {limit for _, limit in planted.asked} == {128}
     assert all("<|user|>" in text and "is<|" not in text for text, _ in planted.asked)
@@ -93,7 +93,7 @@ def long(share):
         words = "x" * (2000 if rng.random() < share else 10 * size)
         return Draft(f"What is the secret number for k of {words}? The number for k is 7", "It is", ("7",))
 
-    return Task("long", 16, TASKS["vt"].metric, draft)
+    return GeneratedTask("long", 16, TASKS["vt"].metric, draft)
 
 
 def test_too_many_prompts_that_do_not_fit_stop_the_run(plan, planted):
@@ -117,7 +117,7 @@ def test_a_few_that_do_not_fit_are_counted(plan, planted):
         ({"lengths": ()}, "lengths: got none"),
         ({"samples": 0}, "samples: got 0, wanted at least 1"),
         ({"max_batch": 0}, "batch: got 0, wanted at least 1"),
-        ({"tasks": (TASKS["qa_1"],)}, "tasks: got only qa_1, wanted a task whose source file is given"),
+        ({"tasks": (TASKS["qa_1"],)}, r"tasks: got only what is left out, .* qa_1 \(--squad FILE\)"),
     ],
 )
 def test_wrong_calls_are_named(plan, planted, change, message):

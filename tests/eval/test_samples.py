@@ -9,7 +9,7 @@ import pytest
 from clo_jax.errors import CloError
 from clo_jax.eval import samples
 from clo_jax.eval.metrics import string_match_all
-from clo_jax.eval.samples import Draft, PromptFormat, Task, load_or_make, make_sample
+from clo_jax.eval.samples import Draft, GeneratedTask, PromptFormat, load_or_make, make_sample
 from clo_jax.eval.sources import Sources
 from tests.eval.fakes import Words
 
@@ -23,7 +23,7 @@ def counting(step=1, start=0, jump=None, name="counting"):
         number = start + step * size * (2 if jump and size >= jump else 1)
         return Draft(" ".join(["word"] * number), f"answer {rng.randrange(10**6)}", ("x",))
 
-    return Task(name, 10, string_match_all, draft)
+    return GeneratedTask(name, 10, string_match_all, draft)
 
 
 @pytest.mark.parametrize("length", [60, 500, 5000])
@@ -91,7 +91,9 @@ def test_kept_samples_are_read_continued_and_told_apart(tmp_path):
 
 def test_any_character_comes_back(tmp_path):
     text = "one\u2028two\x85\r\n\U0001f600"
-    task = Task("odd", 1, string_match_all, lambda *args: Draft(text, "it is", (text,), (0.5,)), most=lambda sources: 1)
+    task = GeneratedTask(
+        "odd", 1, string_match_all, lambda *args: Draft(text, "it is", (text,), (0.5,)), most=lambda sources: 1
+    )
     made = load_or_make(task, 2, 100, PROMPTS, Sources(), 0, tmp_path)
     assert load_or_make(task, 2, 100, PROMPTS, Sources(), 0, tmp_path) == made and made[0].text == text
 

@@ -5,7 +5,7 @@ from clo_jax.eval.metrics import string_match_all, string_match_part
 from clo_jax.eval.ruler import frequencies, variables
 from clo_jax.eval.ruler.needles import Needles
 from clo_jax.eval.ruler.questions import Questions
-from clo_jax.eval.samples import Task
+from clo_jax.eval.samples import GeneratedTask
 
 _NEEDLES = {
     "niah_single_1": Needles("filler"),
@@ -22,11 +22,11 @@ _SQUAD, _HOTPOT = Questions("squad"), Questions("hotpot")
 TASKS = {
     task.name: task
     for task in (
-        *(Task(name, 128, string_match_all, draft) for name, draft in _NEEDLES.items()),
-        Task("vt", 30, string_match_all, variables.draft),
-        Task("cwe", 120, string_match_all, frequencies.common_words),
-        Task("fwe", 50, string_match_all, frequencies.frequent_words),
-        Task("qa_1", 32, string_match_part, _SQUAD, needs="squad", most=_SQUAD.most),
-        Task("qa_2", 32, string_match_part, _HOTPOT, needs="hotpot", most=_HOTPOT.most),
+        *(GeneratedTask(name, 128, string_match_all, draft) for name, draft in _NEEDLES.items()),
+        GeneratedTask("vt", 30, string_match_all, variables.draft),
+        GeneratedTask("cwe", 120, string_match_all, frequencies.common_words),
+        GeneratedTask("fwe", 50, string_match_all, frequencies.frequent_words),
+        GeneratedTask("qa_1", 32, string_match_part, _SQUAD, needs="squad", most=_SQUAD.most),
+        GeneratedTask("qa_2", 32, string_match_part, _HOTPOT, needs="hotpot", most=_HOTPOT.most),
     )
 }

@@ -8,7 +8,7 @@ import pytest
 
 from clo_jax.eval.ruler import TASKS
 from clo_jax.eval.ruler.needles import Needles
-from clo_jax.eval.samples import DoesNotFit, PromptFormat, Task, make_sample
+from clo_jax.eval.samples import DoesNotFit, GeneratedTask, PromptFormat, make_sample
 from clo_jax.eval.sources import Sources
 from tests.eval.fakes import Words
 from tests.eval.test_sources import HOTPOT, SQUAD
@@ -69,7 +69,7 @@ def test_needles_stand_where_the_sample_says(name, seed):
 
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
 def test_a_needle_at_an_asked_depth(depth):
-    task = Task("grid", 32, max, Needles("prose", depth=depth))
+    task = GeneratedTask("grid", 32, max, Needles("prose", depth=depth))
     found = make_sample(task, 0, 2000, PROMPTS, Sources(), 0)
     before = PROMPTS.encode(found.text[: found.text.index(found.outputs[0])], "")
     assert abs(len(before) / found.prompt_tokens - depth) < 0.05
