@@ -47,7 +47,8 @@ forced_chunk_jitted = jax.jit(forced_chunk, static_argnums=(0, 1), donate_argnum
 class ForcedSession(Session):
     """Runs one text: prefills the first `prefix` tokens, then decodes the others as given.
 
-    Iterating yields, chunk by chunk, logits float32 [n, V] after each decoded token.
+    Iterating yields logits float32 [n, V] for each token after the prefix, of what is predicted in its place: first of
+    one token, from prefill, then chunk by chunk. The last token is not decoded.
     """
 
     def __init__(
@@ -61,16 +62,18 @@ class ForcedSession(Session):
     def _run(self) -> Iterator[np.ndarray]:
         compiling, start = CompileClock(), time.perf_counter()
         with deferred_interrupt() as raise_pending, transfer_errors():
-            layers, shared, _, lengths = self._prefill(raise_pending)
+            layers, shared, logits, lengths = self._prefill(raise_pending)
             token, count, done = jnp.zeros_like(lengths), jnp.zeros_like(lengths), jnp.zeros_like(lengths, bool)
             state = DecodeState(layers, shared, lengths, token, count, done)
             del layers, shared
             jax.block_until_ready(state)
         self._prefilled(start, compiling)
+        self.tokens[0].append(self._given[0])
+        yield np.asarray(logits)
         compiling, start = CompileClock(), time.perf_counter()
         paused = 0.0
-        for first in range(0, len(self._given), self._chunk):
-            given = self._given[first : first + self._chunk]
+        for first in range(0, len(self._given) - 1, self._chunk):
+            given = self._given[first : min(first + self._chunk, len(self._given) - 1)]
             tokens = np.zeros((1, self._chunk), np.int32)
             tokens[0, : len(given)] = given
             with deferred_interrupt(), transfer_errors(), self._serving(state, "forced"):
@@ -82,6 +85,6 @@ class ForcedSession(Session):
             now = time.perf_counter()
             self._times["decode"] = now - start - paused - compiling.seconds()
             self._times["decode_compile"] = compiling.seconds()
-            self.tokens[0].extend(given)
+            self.tokens[0].extend(self._given[first + 1 : first + 1 + len(given)])
             yield np.asarray(logits[0, : len(given)])
             paused += time.perf_counter() - now  # the consumer's time is not ours

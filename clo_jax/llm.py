@@ -176,14 +176,14 @@ class LLM:
             self._preparation.observe(session.head_statistics)
 
     def forced_logits(self, tokens: Sequence[int], prefix: int) -> Iterator[tuple[np.ndarray, Metrics]]:
-        """Logits along a given text: the first `prefix` tokens are prefilled, each of the others is decoded as given.
+        """Logits along a given text: the first `prefix` tokens are prefilled, the others are decoded as given.
 
         Args:
           tokens: ids of the text. prefix: 1 to len(tokens) - 1.
 
         Returns:
-          An iterator over chunks: logits float32 [n, V] after each decoded token, and the costs so far. Closing it
-          ends the run.
+          An iterator over chunks: logits float32 [n, V], of what is predicted in place of each token after the prefix,
+          and the costs so far. The first chunk is of one token, predicted by prefill. Closing it ends the run.
 
         Raises:
           ValueError: ids outside the vocabulary, a prefix out of range, or a text longer than the context.

@@ -149,7 +149,9 @@ def _measure(
             prefix, reference = length - plan.tokens, kept[length]
             targets = np.asarray(ids[prefix + 1 : length])
             losses, kl, same = [], [], []
-            for logits, costs in llm.forced_logits(ids[: length - 1], prefix):
+            predicted = llm.forced_logits(ids[:length], prefix)
+            next(predicted)  # by prefill, which is the same for all
+            for logits, costs in predicted:
                 here = slice(len(kl), len(kl) + len(logits))
                 if variant.attention == "full":
                     reference[here] = logits

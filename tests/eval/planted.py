@@ -47,10 +47,11 @@ def plant(monkeypatch, checkpoint):
 
         def forced_logits(self, tokens, prefix):
             """Full attention gives half of the probability to the last token once more, others a quarter; chunks of
-            7."""
+            7 after the first one."""
+            yield np.zeros((1, 256), np.float32), None
             again = np.log(1.0 if self.options["attention"] == "full" else 1 / 3)
-            for first in range(prefix, len(tokens), 7):
-                last = tokens[first : first + 7]
+            for first in range(prefix, len(tokens) - 1, 7):
+                last = tokens[first : min(first + 7, len(tokens) - 1)]
                 logits = np.full((len(last), 256), np.log(1 / 255), np.float32)
                 logits[np.arange(len(last)), last] = again
                 moved = None if self.options["attention"] == "full" else "host"
