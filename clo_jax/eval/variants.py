@@ -1,0 +1,62 @@
+"""The ways of attending that an evaluation compares: what `--attention` and `--sparsity` name, as arguments of
+`LLM.load`."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+from clo_jax.config import Attention, CloConfig
+
+# Every policy of LLM.load, and the upper bound of selection.
+NAMES: tuple[str, ...] = (*get_args(Attention), "exact")
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """`attention` as named; `load`: what `LLM.load` gets beside the checkpoint and the sizes."""
+
+    name: str
+    attention: str
+    sparsity: float | None
+    load: Mapping[str, Any]
+
+    @property
+    def clo(self) -> CloConfig | None:
+        """The configuration, for policies that select by it."""
+        return self.load.get("clo") if self.load["attention"] == "clo" else None
+
+
+FULL = Variant("full", "full", None, {"attention": "full"})
+
+
+def variants(
+    names: Sequence[str], sparsities: Sequence[float], clo: CloConfig, options: Mapping[str, Any]
+) -> list[Variant]:
+    """Full attention, the control, then each other name at each sparsity.
+
+    "exact" is `clo` with the keys themselves in place of codes and every head refreshed at each step: what no selection
+    of that size by the guessed query surpasses.
+
+    Args:
+      names: of `NAMES`.
+      clo: everything but the sparsity.
+      options: further arguments of `LLM.load` for everything but full attention.
+
+    Raises:
+      ValueError: an unknown name, no sparsity, or one that makes no sense.
+    """
+    found = [FULL]
+    for name in dict.fromkeys(names):
+        if name not in NAMES:
+            raise ValueError(f"--attention: got {name!r}, wanted {', '.join(NAMES)}")
+        if name == "full":
+            continue
+        if not sparsities:
+            raise ValueError(f"--sparsity: got none, wanted at least one for {name}")
+        for sparsity in dict.fromkeys(sparsities):
+            config = dataclasses.replace(clo, sparsity=sparsity)
+            if name == "exact":
+                config = dataclasses.replace(config, retriever="exact", sim_threshold=1.0)
+            load = {"attention": "clo" if name == "exact" else name, "clo": config, **options}
+            found.append(Variant(f"{name} {sparsity * 100:g} %", name, sparsity, load))
+    return found
