@@ -182,6 +182,7 @@ class Share {
       const int value = recencies_[w * 32 + lane];
       const uint32_t older = __ballot_sync(~0u, other && value < limit.recency);
       const uint32_t equal = __ballot_sync(~0u, other && value == limit.recency);
+      __syncwarp();  // every lane has read the word
       if (lane == 0) {
         slot_words_[w].others = older;
         slot_words_[w].place = equal;

@@ -70,7 +70,8 @@ int open_files() {
   return n;
 }
 
-void memory_is_given_back(WindowSource& source) {
+// alone: nobody else takes or gives back memory of the device meanwhile.
+void memory_is_given_back(WindowSource& source, bool alone) {
   constexpr int64_t kBytes = int64_t{256} << 20;
   source.open(kBytes);
   size_t before = 0, after = 0, total = 0;
@@ -78,7 +79,8 @@ void memory_is_given_back(WindowSource& source) {
   CLO_CUDA_CHECK(cudaMemGetInfo(&before, &total));
   for (int i = 0; i < 20; ++i) source.open(kBytes);
   CLO_CUDA_CHECK(cudaMemGetInfo(&after, &total));
-  CHECK(after + kBytes > before && open_files() == files);
+  CHECK(!alone || after + kBytes > before);
+  CHECK(open_files() == files);
   bool refused = false;
   try {
     source.open(int64_t{1} << 42);
@@ -91,8 +93,9 @@ void memory_is_given_back(WindowSource& source) {
 
 }  // namespace
 
-// test_windows [small] [STANDIN]: the stand-in's file where it is not where it was built; "small" changes nothing.
+// test_windows [small] [STANDIN]: the stand-in's file where it is not where it was built; "small": beside other programs.
 int main(int argc, char** argv) {
+  const bool small = argc > 1 && std::strcmp(argv[1], "small") == 0;
   const bool given = argc > 1 && std::strcmp(argv[argc - 1], "small") != 0;
   const char* standin = given ? argv[argc - 1] : CLO_STANDIN_GDRAPI;
   std::unique_ptr<WindowSource> source;
@@ -114,6 +117,6 @@ int main(int argc, char** argv) {
   }
   std::printf("windows by %s\n", source->name());
   stores_arrive(*source);
-  memory_is_given_back(*source);
+  memory_is_given_back(*source, !small);
   std::puts("ok");
 }
