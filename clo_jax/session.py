@@ -38,9 +38,10 @@ STOP_SLOTS = 8  # stop ids are padded to a multiple of this, so that their numbe
 
 
 class CompileClock:
-    """Seconds spent compiling since it was made, as JAX reports them."""
+    """Seconds in which something was compiled since it was made, as JAX reports it. A step of a compilation that is part
+    of another one counts once."""
 
-    _total = 0.0
+    _intervals: list[tuple[float, float]] = []  # (start, end) of `perf_counter`, disjoint, in order
     _lock = threading.Lock()
     _registered = False
 
@@ -49,16 +50,30 @@ class CompileClock:
             if not CompileClock._registered:
                 jax.monitoring.register_event_duration_secs_listener(CompileClock._listen)
                 CompileClock._registered = True
-        self._start = CompileClock._total
+        self._start = time.perf_counter()
 
     @staticmethod
     def _listen(event: str, seconds: float, **_: Any) -> None:
-        if event.startswith("/jax/core/compile/"):
-            with CompileClock._lock:
-                CompileClock._total += seconds
+        if not event.startswith("/jax/core/compile/"):
+            return
+        end = time.perf_counter()
+        start = end - seconds
+        with CompileClock._lock:
+            intervals = CompileClock._intervals
+            while intervals and intervals[-1][0] >= start:
+                intervals.pop()
+            if intervals and intervals[-1][1] > start:
+                start = intervals[-1][1]
+            intervals.append((start, end))
 
     def seconds(self) -> float:
-        return CompileClock._total - self._start
+        total = 0.0
+        with CompileClock._lock:
+            for start, end in reversed(CompileClock._intervals):
+                if end <= self._start:
+                    break
+                total += end - max(start, self._start)
+        return total
 
 
 class Session:
