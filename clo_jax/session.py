@@ -29,9 +29,11 @@ from clo_jax.generate import (
 from clo_jax.interrupt import deferred_interrupt
 from clo_jax.policies.base import Policy
 from clo_jax.policies.clo import CloPolicy
+from clo_jax.policies.full import FullPolicy
 from clo_jax.policies.tracking import HeadStatistics, collect
 from clo_jax.prompts import Request
 from clo_jax.results import Metrics
+from clo_jax.rivals import RivalConfig
 from clo_jax.transfer.engine import Engine, transfer_errors
 
 STOP_SLOTS = 8  # stop ids are padded to a multiple of this, so that their number compiles nothing
@@ -176,7 +178,12 @@ class Session:
             host_kv_bytes=self._layout.host_bytes(),
             device_kv_parts=parts,
         )
-        if not isinstance(self._policy, CloPolicy) or self._engine is None:
+        if isinstance(self._policy, FullPolicy):
+            return base
+        if not isinstance(self._policy, CloPolicy):
+            config: RivalConfig = self._policy.config
+            base = dataclasses.replace(base, retriever=self._policy.retriever_name, sparsity=config.sparsity)
+        if self._engine is None:
             return base
         config: CloConfig = self._policy.config
         now, fill = self._engine.counters(), self._after_prefill

@@ -2,10 +2,12 @@
 
 import io
 import json
+import typing
 
 import pytest
 
-from clo_jax.config import CloConfig
+from clo_jax.config import Attention, CloConfig
+from clo_jax.rivals import RIVALS
 
 
 def options(llm, what):
@@ -102,6 +104,10 @@ def test_presets_and_implied_settings(run, llm, flags, config):
             "--attention full: got --sparsity, --hash-bits, --no-kv-offload, wanted no CLO flags",
         ),
         (["--attention", "full", "--preset", "paper"], "--attention full: got --preset, wanted no CLO flags"),
+        (
+            ["--attention", "exact", "--retain", "2"],
+            "--attention exact: got --retain, wanted no CLO flags but --sparsity",
+        ),
         (["--sparsity", "0"], "sparsity: got 0.0, wanted a number in (0, 1]"),
         (["--refresh", "whole", "--retain", "2"], "retain: got 2.0, wanted 1 when refresh is whole"),
         (
@@ -128,6 +134,14 @@ def test_full_attention(run, llm):
     run("generate", "ckpt", "--prompt", "hi", "--attention", "full")
     assert options(llm, "load")["attention"] == "full"
     assert "clo" not in options(llm, "load")
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_rival_policies(run, llm, name):
+    run("generate", "ckpt", "--prompt", "hi", "--attention", name, "--sparsity", "0.2")
+    assert options(llm, "load")["attention"] == name
+    assert options(llm, "load")["rival"] == RIVALS[name](sparsity=0.2)
+    assert name in typing.get_args(Attention)
 
 
 def test_sampling_and_stop_tokens(run, llm):

@@ -1,0 +1,104 @@
+"""What the tests of all rival policies share: logits step by step, tokens, and one attention with a planted key."""
+
+import contextlib
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from clo_jax import generate as gen
+from clo_jax.config import ModelConfig
+from clo_jax.policies.base import Position, Prefilled
+from clo_jax.policies.registry import rival_layout, rival_policy
+from tests import tiny
+
+LLAMA = dataclasses.replace(tiny.LLAMA, num_layers=2)
+QWEN = dataclasses.replace(tiny.QWEN, num_layers=2)
+
+
+@contextlib.contextmanager
+def rival(model: ModelConfig, config, batch: int, max_tokens: int, dtype: str = "float32"):
+    """A rival policy and who keeps its rows (None when they are on the device)."""
+    layout = rival_layout(model, config, batch, max_tokens, dtype)
+    yield rival_policy(layout, config), None
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def forced(model, policy, params, tables, state, tokens):
+    """Logits [n, B, V] of decode steps over given tokens [n, B]."""
+
+    def step(state, token):
+        logits, state = gen.decode_step(model, policy, params, tables, state._replace(token=token))
+        return state, logits
+
+    return jax.lax.scan(step, state, tokens)[1]
+
+
+def logits(model, params, policy, prompts, steps: int) -> np.ndarray:
+    """Logits [1 + steps, B, V] of prompts that go on with tokens of their own."""
+    lengths = jnp.array([len(p) for p in prompts], jnp.int32)
+    tokens = np.zeros((len(prompts), gen.bucket_length(int(lengths.max()), policy.layout.max_tokens)), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    tables = policy.tables()
+    layers, shared, first = gen.prefill(model, policy, params, tables, jnp.asarray(tokens), lengths, gen.JITTED)
+    zero = jnp.zeros_like(lengths)
+    state = gen.DecodeState(layers, shared, lengths, zero, zero, jnp.zeros(lengths.shape, bool))
+    more = jnp.asarray([tiny.prompt(steps, seed=100 + b) for b in range(len(prompts))], jnp.int32).T
+    return np.concatenate([np.asarray(first)[None], np.asarray(forced(model, policy, params, tables, state, more))])
+
+
+def check_full_budget(model, config, prompts, new: int, max_tokens: int) -> None:
+    """A budget of 100 % is full attention: logits within 1e-4, the same tokens."""
+    params, full = tiny.params(model), tiny.full_policy(model, len(prompts), max_tokens)
+    want, tokens = logits(model, params, full, prompts, new), tiny.run(model, params, full, None, prompts, new).tokens
+    with rival(model, config, len(prompts), max_tokens) as (policy, rows):
+        np.testing.assert_allclose(logits(model, params, policy, prompts, new), want, rtol=1e-4, atol=1e-4)
+        assert tiny.run(model, params, policy, rows, prompts, new).tokens == tokens
+
+
+def check_batch(model, config, prompts, new: int, max_tokens: int) -> None:
+    """Rows of a batch get what they get alone (the first two are looked at)."""
+    params = tiny.params(model)
+    with rival(model, config, len(prompts), max_tokens) as (policy, rows):
+        together = tiny.run(model, params, policy, rows, prompts, new).tokens
+    for row, prompt in list(enumerate(prompts))[:2]:
+        with rival(model, config, 1, max_tokens) as (policy, rows):
+            assert tiny.run(model, params, policy, rows, [prompt], new).tokens[0] == together[row]
+
+
+def planted(policy, needle: int, length: int, bucket: int, steps: int = 1, seed: int = 0) -> np.ndarray:
+    """What the heads attend to, [steps, B, H, D], when one key among noise answers the query and its value is all ones:
+    prefill, then `steps` decode steps with noise for new keys. Sequence b > 0 has b tokens less. Values of noise are
+    around 0, so that an output near 1 has found the needle."""
+    lay = policy.layout
+    B, K, D = lay.batch, lay.num_kv_heads, lay.head_dim
+    G = lay.full.group
+    rng = np.random.default_rng(seed)
+    rows = rng.normal(size=(B, K, bucket, 2, D)).astype(np.float32) * np.array([1, 0.1], np.float32)[:, None]
+    query = rng.normal(size=(B, K, 1, D)).astype(np.float32)
+    query *= np.sqrt(D) / np.linalg.norm(query, axis=-1, keepdims=True)
+    rows[:, :, needle, 0], rows[:, :, needle, 1] = 4 * query[:, :, 0], 1.0
+    query = np.broadcast_to(query, (B, K, G, D)).reshape(B, K * G, D)
+    lengths = jnp.array([length - b for b in range(B)], jnp.int32)
+    layer = lay.full_layers
+    tables, shared = policy.tables()[layer], policy.allocate()
+    prompt = Prefilled(jnp.asarray(rows), jnp.asarray(query), lengths)
+    state, shared = gen.JITTED.absorb(
+        policy, policy.layer_kind(layer), tables, prompt, jnp.full((1,), layer, jnp.int32), shared
+    )
+    step = jax.jit(functools.partial(_step, policy, layer))
+    outs = []
+    for i in range(steps):
+        new = jnp.asarray(rng.normal(size=(2, B, K, D)), jnp.float32) * jnp.array([1, 0.1])[:, None, None, None]
+        at = Position(lengths + i, jnp.ones((B,), bool))
+        out, state, shared = step(tables, jnp.asarray(query), new[0], new[1], at, state, shared)
+        outs.append(np.asarray(out))
+    return np.stack(outs)
+
+
+def _step(policy, layer, tables, query, k, v, at, state, shared):
+    state, shared = policy.prefetch(layer, tables, query, at, state, shared)
+    return policy.attend(layer, tables, query, k, v, at, state, shared)
