@@ -56,11 +56,11 @@ class LLM:
         Args:
           path: checkpoint folder.
           attention: "clo" (most rows in host memory), "full" (all rows on the device, exact), or a policy that CLO is
-            compared with: "exact" (true top-k, rows on the device). docs/policies.md compares them.
+            compared with: "exact" (true top-k, rows on the device), "infinigen". docs/policies.md compares them.
           clo: settings of the CLO policy; ignored by the others. None: the defaults, with the retriever and number
             of hash bits that the calibration found best, where there is one.
           rival: settings of a policy that CLO is compared with, of the class that belongs to `attention`
-            (`clo_jax.ExactConfig` for "exact"). None: its defaults.
+            (`clo_jax.InfiniGenConfig` for "infinigen"). None: its defaults.
           dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16"; of parameters, activations and cache.
           max_context: tokens of prompt and answer together; buffers are sized for it. None: the model's limit.
           max_batch: prompts that run at once; more are answered in groups.

@@ -17,6 +17,7 @@ from clo_jax.policies.base import Policy, Tables
 from clo_jax.policies.clo import CloPolicy, HeadScores, given_scores, measured_scores, neutral_scores
 from clo_jax.policies.full import FullPolicy
 from clo_jax.policies.geometry import RivalLayout
+from clo_jax.policies.host_rows import HostRows
 from clo_jax.policies.registry import rival_layout, rival_policy
 from clo_jax.policies.tracking import HeadStatistics
 from clo_jax.rivals import RivalConfig
@@ -49,7 +50,7 @@ class Preparation:
         """Raises ValueError for settings that do not fit the model."""
         self._config, self._settings = config, settings
         self.plans: Plans | None = None
-        self.engine: Engine | None = None
+        self.engine: Engine | HostRows | None = None
         self._ready: tuple[Policy, tuple[Tables, ...]] | None = None
         layout = self.layout(1)
         if settings.attention == "clo":
@@ -111,7 +112,7 @@ class Preparation:
         if settings.attention == "full":
             policy = FullPolicy(layout)
         elif settings.rival is not None:
-            policy = rival_policy(layout, settings.rival)
+            policy, self.engine = rival_policy(layout, settings.rival)
         else:
             self.engine = Engine(
                 kv_heads=[len(layout.offloaded(layer)) for layer in range(layout.num_layers)],

@@ -25,8 +25,38 @@ class ExactConfig:
         _require_sparsity(self.sparsity)
 
 
-RivalConfig = ExactConfig
-RIVALS: dict[str, type[RivalConfig]] = {kind.attention: kind for kind in (ExactConfig,)}
+@dataclasses.dataclass(frozen=True)
+class InfiniGenConfig:
+    """InfiniGen (`policies.infinigen`). Defaults: CLO's comparison; `InfiniGenConfig.original()`: the authors' own."""
+
+    attention: ClassVar[str] = "infinigen"
+    sparsity: float = 0.1  # at most this share of the cached tokens is fetched
+    partial_ratio: float = 0.25  # share of the channels that the partial keys keep: 32 of 128
+    alpha: float | None = None  # fetch what scores above the maximum minus alpha, within the budget; None: all of it
+    skew: bool = True  # rotate keys and queries, so that few channels carry much
+    full_layers: int = 1  # first layers that stay on the device
+    pool_tokens: int | None = None  # rows per head that the host keeps; None: all
+    sample_queries: int = 256  # of a prompt, that choose the channels
+
+    def __post_init__(self) -> None:
+        _require_sparsity(self.sparsity)
+        require(0 < self.partial_ratio <= 1, "partial_ratio", self.partial_ratio, "a number in (0, 1]")
+        require(self.alpha is None or self.alpha > 0, "alpha", self.alpha, "a positive number or None")
+        require(self.full_layers >= 0, "full_layers", self.full_layers, "an integer >= 0")
+        require(
+            self.pool_tokens is None or self.pool_tokens >= 1, "pool_tokens", self.pool_tokens,
+            "a positive integer or None",
+        )  # fmt: skip
+        require(self.sample_queries >= 1, "sample_queries", self.sample_queries, "a positive integer")
+
+    @classmethod
+    def original(cls, **changes: Any) -> "InfiniGenConfig":
+        """The authors' settings for Llama: a fifth of the channels, alpha 5, at most a fifth of the tokens."""
+        return cls(**{"sparsity": 0.2, "partial_ratio": 0.2, "alpha": 5.0, **changes})
+
+
+RivalConfig = ExactConfig | InfiniGenConfig
+RIVALS: dict[str, type[RivalConfig]] = {kind.attention: kind for kind in (ExactConfig, InfiniGenConfig)}
 
 
 def rival_config(attention: str, given: Any = None) -> RivalConfig | None:

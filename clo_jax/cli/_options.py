@@ -18,6 +18,7 @@ class Attention(enum.StrEnum):
     full = "full"
     clo = "clo"
     exact = "exact"
+    infinigen = "infinigen"
 
 
 class Preset(enum.StrEnum):

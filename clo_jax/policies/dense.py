@@ -54,6 +54,12 @@ def heaviest(mass: jax.Array, count: jax.Array, most: int) -> tuple[jax.Array, j
     return index, chosen
 
 
+def row_part(query: jax.Array, rows: jax.Array, valid: jax.Array) -> Part:
+    """Tokens as they are: query [B, K, G, D], rows [B, K, N, 2, D], valid [B or 1, K or 1, N]."""
+    score = scores(query, rows[:, :, :, 0], query.shape[-1] ** -0.5)
+    return Part(masked(score, valid), rows[:, :, :, 1])
+
+
 def attend(parts: list[Part], dtype) -> jax.Array:
     """One softmax over all parts -> [B, H, D] in `dtype`. At least one entry of each head has a finite score."""
     top = jnp.max(jnp.stack([part.scores.max(axis=-1) for part in parts]), axis=0)[..., None]

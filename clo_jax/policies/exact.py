@@ -3,9 +3,9 @@
 Source: the definition of top-k attention; there is no system behind it. Every other sparse policy guesses which tokens
 matter, from codes, partial keys, quantised keys or centroids, often with a guessed query too. This one knows: at every
 step, in every layer, it scores every cached key with the exact query of that very step, takes the softmax of each query
-head, sums it over the group that shares a KV head, and attends to the k tokens of the KV head with the largest sums.
-Of all sets of k tokens per KV head this one holds the most attention mass. What a policy loses against `exact` at the
-same sparsity it loses by its selection; what `exact` loses against `full` no selection of k tokens can win back.
+head, sums it over the group that shares a KV head, and attends to the k tokens of the KV head with the largest sums. Of
+all sets of k tokens per KV head this one holds the most attention mass. What a policy loses against `exact` at the same
+sparsity it loses by its selection; what `exact` loses against `full` no selection of k tokens can win back.
 
 What is attended to: k = ceil(sparsity · n) tokens at a context of n, the token being decoded included. No token is
 exempt: sink tokens and recent ones are in the set when their scores put them there. (CLO, PQCache and RetroInfer attend
@@ -40,6 +40,7 @@ class ExactPolicy:
     layout: RivalLayout
     config: ExactConfig
     name = "exact"
+    sampled_queries = 0
     retriever_name = "exact query, exact keys"
 
     @staticmethod

@@ -1,11 +1,14 @@
 """The policies that CLO is compared with, by the name that `LLM.load(attention=...)` takes."""
 
 from clo_jax.config import ModelConfig
+from clo_jax.policies.base import Policy
 from clo_jax.policies.exact import ExactPolicy
 from clo_jax.policies.geometry import RivalLayout
+from clo_jax.policies.host_rows import HostRows
+from clo_jax.policies.infinigen import InfiniGenPolicy
 from clo_jax.rivals import RivalConfig
 
-RIVAL_POLICIES = {policy.name: policy for policy in (ExactPolicy,)}
+RIVAL_POLICIES = {policy.name: policy for policy in (ExactPolicy, InfiniGenPolicy)}
 
 
 def rival_layout(model: ModelConfig, config: RivalConfig, batch: int, max_tokens: int, dtype: str) -> RivalLayout:
@@ -17,6 +20,10 @@ def rival_layout(model: ModelConfig, config: RivalConfig, batch: int, max_tokens
     return RIVAL_POLICIES[config.attention].geometry(model, config, batch, max_tokens, dtype)
 
 
-def rival_policy(layout: RivalLayout, config: RivalConfig) -> ExactPolicy:
-    """The policy for a layout."""
-    return RIVAL_POLICIES[config.attention](layout, config)
+def rival_policy(layout: RivalLayout, config: RivalConfig) -> tuple[Policy, HostRows | None]:
+    """The policy for a layout, and what keeps its rows in host memory (close it); None when they are on the device."""
+    kind = RIVAL_POLICIES[config.attention]
+    if kind is ExactPolicy:
+        return ExactPolicy(layout, config), None
+    keeper = kind.keeper(layout)
+    return kind(layout, config, keeper.handle), keeper

@@ -22,7 +22,10 @@ QWEN = dataclasses.replace(tiny.QWEN, num_layers=2)
 def rival(model: ModelConfig, config, batch: int, max_tokens: int, dtype: str = "float32"):
     """A rival policy and who keeps its rows (None when they are on the device)."""
     layout = rival_layout(model, config, batch, max_tokens, dtype)
-    yield rival_policy(layout, config), None
+    policy, rows = rival_policy(layout, config)
+    yield policy, rows
+    if rows is not None:
+        rows.close()
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -85,7 +88,8 @@ def planted(policy, needle: int, length: int, bucket: int, steps: int = 1, seed:
     lengths = jnp.array([length - b for b in range(B)], jnp.int32)
     layer = lay.full_layers
     tables, shared = policy.tables()[layer], policy.allocate()
-    prompt = Prefilled(jnp.asarray(rows), jnp.asarray(query), lengths)
+    queries = query[:, None] + rng.normal(size=(B, policy.sampled_queries, K * G, D)).astype(np.float32)
+    prompt = Prefilled(jnp.asarray(rows), jnp.asarray(query), lengths, jnp.asarray(queries))
     state, shared = gen.JITTED.absorb(
         policy, policy.layer_kind(layer), tables, prompt, jnp.full((1,), layer, jnp.int32), shared
     )
