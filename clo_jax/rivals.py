@@ -55,8 +55,33 @@ class InfiniGenConfig:
         return cls(**{"sparsity": 0.2, "partial_ratio": 0.2, "alpha": 5.0, **changes})
 
 
-RivalConfig = ExactConfig | InfiniGenConfig
-RIVALS: dict[str, type[RivalConfig]] = {kind.attention: kind for kind in (ExactConfig, InfiniGenConfig)}
+@dataclasses.dataclass(frozen=True)
+class PQCacheConfig:
+    """PQCache (`policies.pqcache`). Defaults: the authors' own."""
+
+    attention: ClassVar[str] = "pqcache"
+    sparsity: float = 0.1  # share of the tokens beyond the sink that is attended to, recent ones included
+    recent_share: float = 0.5  # share of those that are the newest tokens
+    sink_tokens: int = 32
+    subvectors: int = 2  # of a key
+    code_bits: int = 6  # of a sub-vector: 64 centroids
+    iterations: int = 20  # of k-means
+    cache_tokens: int = 4096  # of the device cache, per layer and sequence; less than a block: no cache
+    block_tokens: int = 128
+    full_layers: int = 0  # first layers that stay on the device
+
+    def __post_init__(self) -> None:
+        _require_sparsity(self.sparsity)
+        require(0 <= self.recent_share <= 1, "recent_share", self.recent_share, "a number in [0, 1]")
+        require(1 <= self.code_bits <= 8, "code_bits", self.code_bits, "an integer from 1 to 8")
+        for name in ("subvectors", "iterations", "block_tokens"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "a positive integer")
+        for name in ("sink_tokens", "cache_tokens", "full_layers"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), "an integer >= 0")
+
+
+RivalConfig = ExactConfig | InfiniGenConfig | PQCacheConfig
+RIVALS: dict[str, type[RivalConfig]] = {kind.attention: kind for kind in (ExactConfig, InfiniGenConfig, PQCacheConfig)}
 
 
 def rival_config(attention: str, given: Any = None) -> RivalConfig | None:

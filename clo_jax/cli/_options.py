@@ -19,6 +19,7 @@ class Attention(enum.StrEnum):
     clo = "clo"
     exact = "exact"
     infinigen = "infinigen"
+    pqcache = "pqcache"
 
 
 class Preset(enum.StrEnum):

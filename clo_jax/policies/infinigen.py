@@ -71,7 +71,6 @@ class InfiniGenPolicy:
     config: InfiniGenConfig
     rows: int
     name = "infinigen"
-    keeper = HostRows
 
     @staticmethod
     def geometry(model: ModelConfig, config: InfiniGenConfig, batch: int, max_tokens: int, dtype: str) -> RivalLayout:
@@ -87,6 +86,11 @@ class InfiniGenPolicy:
             "queries": G * D * layout.itemsize,
         }
         return layout.with_bytes(parts, policy.pool * layout.row_bytes)
+
+    @staticmethod
+    def keeper(layout: RivalLayout, config: InfiniGenConfig) -> HostRows:
+        """The host's part."""
+        return HostRows(layout)
 
     @property
     def retriever_name(self) -> str:

@@ -6,9 +6,10 @@ from clo_jax.policies.exact import ExactPolicy
 from clo_jax.policies.geometry import RivalLayout
 from clo_jax.policies.host_rows import HostRows
 from clo_jax.policies.infinigen import InfiniGenPolicy
+from clo_jax.policies.pqcache import PQCachePolicy
 from clo_jax.rivals import RivalConfig
 
-RIVAL_POLICIES = {policy.name: policy for policy in (ExactPolicy, InfiniGenPolicy)}
+RIVAL_POLICIES = {policy.name: policy for policy in (ExactPolicy, InfiniGenPolicy, PQCachePolicy)}
 
 
 def rival_layout(model: ModelConfig, config: RivalConfig, batch: int, max_tokens: int, dtype: str) -> RivalLayout:
@@ -25,5 +26,5 @@ def rival_policy(layout: RivalLayout, config: RivalConfig) -> tuple[Policy, Host
     kind = RIVAL_POLICIES[config.attention]
     if kind is ExactPolicy:
         return ExactPolicy(layout, config), None
-    keeper = kind.keeper(layout)
+    keeper = kind.keeper(layout, config)
     return kind(layout, config, keeper.handle), keeper

@@ -74,8 +74,8 @@ def check_batch(model, config, prompts, new: int, max_tokens: int) -> None:
 
 def planted(policy, needle: int, length: int, bucket: int, steps: int = 1, seed: int = 0) -> np.ndarray:
     """What the heads attend to, [steps, B, H, D], when one key among noise answers the query and its value is all ones:
-    prefill, then `steps` decode steps with noise for new keys. Sequence b > 0 has b tokens less. Values of noise are
-    around 0, so that an output near 1 has found the needle."""
+    prefill, then `steps` decode steps with noise for new keys. A needle from `length` on comes with a decode step.
+    Sequence b > 0 has b tokens less. Values of noise are around 0, so that an output near 1 has found the needle."""
     lay = policy.layout
     B, K, D = lay.batch, lay.num_kv_heads, lay.head_dim
     G = lay.full.group
@@ -83,7 +83,9 @@ def planted(policy, needle: int, length: int, bucket: int, steps: int = 1, seed:
     rows = rng.normal(size=(B, K, bucket, 2, D)).astype(np.float32) * np.array([1, 0.1], np.float32)[:, None]
     query = rng.normal(size=(B, K, 1, D)).astype(np.float32)
     query *= np.sqrt(D) / np.linalg.norm(query, axis=-1, keepdims=True)
-    rows[:, :, needle, 0], rows[:, :, needle, 1] = 4 * query[:, :, 0], 1.0
+    answer = np.stack([4 * query[:, :, 0], np.ones((B, K, D), np.float32)])
+    if needle < length:
+        rows[:, :, needle, 0], rows[:, :, needle, 1] = answer
     query = np.broadcast_to(query, (B, K, G, D)).reshape(B, K * G, D)
     lengths = jnp.array([length - b for b in range(B)], jnp.int32)
     layer = lay.full_layers
@@ -96,7 +98,8 @@ def planted(policy, needle: int, length: int, bucket: int, steps: int = 1, seed:
     step = jax.jit(functools.partial(_step, policy, layer))
     outs = []
     for i in range(steps):
-        new = jnp.asarray(rng.normal(size=(2, B, K, D)), jnp.float32) * jnp.array([1, 0.1])[:, None, None, None]
+        noise = rng.normal(size=(2, B, K, D)).astype(np.float32) * np.array([1, 0.1], np.float32)[:, None, None, None]
+        new = jnp.asarray(answer if i == needle - length else noise)
         at = Position(lengths + i, jnp.ones((B,), bool))
         out, state, shared = step(tables, jnp.asarray(query), new[0], new[1], at, state, shared)
         outs.append(np.asarray(out))
