@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-Attention = Literal["full", "clo", "exact", "infinigen", "pqcache"]
+Attention = Literal["full", "clo", "exact", "infinigen", "pqcache", "retroinfer"]
 Dtype = Literal["float32", "bfloat16", "float16"]  # of parameters, activations and KV rows
 Retriever = Literal["sign", "hata", "exact"]
 Refresh = Literal["whole", "delta"]

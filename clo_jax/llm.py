@@ -56,8 +56,8 @@ class LLM:
         Args:
           path: checkpoint folder.
           attention: "clo" (most rows in host memory), "full" (all rows on the device, exact), or a policy that CLO is
-            compared with: "exact" (true top-k, rows on the device), "infinigen", "pqcache". docs/policies.md has
-            them all.
+            compared with: "exact" (true top-k, rows on the device), "infinigen", "pqcache", "retroinfer".
+            docs/policies.md has them all.
           clo: settings of the CLO policy; ignored by the others. None: the defaults, with the retriever and number
             of hash bits that the calibration found best, where there is one.
           rival: settings of a policy that CLO is compared with, of the class that belongs to `attention`

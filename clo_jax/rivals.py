@@ -80,8 +80,49 @@ class PQCacheConfig:
             require(getattr(self, name) >= 0, name, getattr(self, name), "an integer >= 0")
 
 
-RivalConfig = ExactConfig | InfiniGenConfig | PQCacheConfig
-RIVALS: dict[str, type[RivalConfig]] = {kind.attention: kind for kind in (ExactConfig, InfiniGenConfig, PQCacheConfig)}
+@dataclasses.dataclass(frozen=True)
+class RetroInferConfig:
+    """RetroInfer (`policies.retroinfer`). Defaults: the authors' own, but for the budget, which is that of CLO's
+    comparison; `RetroInferConfig.original()` has theirs."""
+
+    attention: ClassVar[str] = "retroinfer"
+    sparsity: float = 0.1  # share of the clusters that are retrieved
+    estimation: float = 0.232  # share of the clusters that are estimated
+    sink_tokens: int = 4
+    recent_tokens: int = 64  # last tokens of the prompt that are not indexed
+    cluster_tokens: int = 16  # tokens of a cluster, on average
+    segment_tokens: int = 8192  # that are clustered on their own
+    iterations: int = 10  # of k-means
+    page_tokens: int = 8  # rows of a page of the device cache
+    cache_ratio: float = 0.0  # share of the clusters that the device caches; 0: three times those that are retrieved
+    buffer_clusters: int = 32  # that the execution buffer holds at least
+    update_tokens: int = 1024  # generated tokens that enter the index together
+    full_layers: int = 0  # first layers that stay on the device
+
+    def __post_init__(self) -> None:
+        _require_sparsity(self.sparsity)
+        for name in ("estimation", "cache_ratio"):
+            require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "a number in [0, 1]")
+        for name in ("recent_tokens", "cluster_tokens", "segment_tokens", "page_tokens", "buffer_clusters"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "a positive integer")
+        require(self.iterations >= 2, "iterations", self.iterations, "an integer >= 2: within segments, then over all")
+        require(
+            self.update_tokens >= 1 and self.update_tokens % self.cluster_tokens == 0, "update_tokens",
+            self.update_tokens, f"a positive multiple of cluster_tokens = {self.cluster_tokens}",
+        )  # fmt: skip
+        for name in ("sink_tokens", "full_layers"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), "an integer >= 0")
+
+    @classmethod
+    def original(cls, **changes: Any) -> "RetroInferConfig":
+        """The authors' budget."""
+        return cls(**{"sparsity": 0.018, **changes})
+
+
+RivalConfig = ExactConfig | InfiniGenConfig | PQCacheConfig | RetroInferConfig
+RIVALS: dict[str, type[RivalConfig]] = {
+    kind.attention: kind for kind in (ExactConfig, InfiniGenConfig, PQCacheConfig, RetroInferConfig)
+}
 
 
 def rival_config(attention: str, given: Any = None) -> RivalConfig | None:

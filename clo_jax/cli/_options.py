@@ -20,6 +20,7 @@ class Attention(enum.StrEnum):
     exact = "exact"
     infinigen = "infinigen"
     pqcache = "pqcache"
+    retroinfer = "retroinfer"
 
 
 class Preset(enum.StrEnum):

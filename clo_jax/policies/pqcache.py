@@ -60,6 +60,7 @@ from clo_jax.policies.exact import write_row
 from clo_jax.policies.full import FullPolicy
 from clo_jax.policies.geometry import RivalLayout
 from clo_jax.policies.host_rows import call
+from clo_jax.policies.ring import held_tokens, ring_place
 from clo_jax.rivals import PQCacheConfig
 
 
@@ -244,18 +245,6 @@ def sizes(config: PQCacheConfig, length, xp=jnp):
     recent = xp.floor(xp.float32(config.recent_share) * budget)
     selected = (budget - xp.maximum(recent, 1)).astype(xp.int32)
     return xp.maximum(recent, 1).astype(xp.int32), xp.maximum(selected, 0)
-
-
-def ring_place(token: jax.Array, sink: int, kept: int) -> jax.Array:
-    """Where a token is among the kept rows."""
-    return jnp.where(token < sink, token, sink + (token - sink) % (kept - sink))
-
-
-def held_tokens(newest: jax.Array, sink: int, kept: int) -> jax.Array:
-    """The token of each kept row when `newest` [B] is the newest: [B, kept] int32, -1: none yet."""
-    row, newest = jnp.arange(kept, dtype=jnp.int32)[None], newest[:, None]
-    token = jnp.where(row < sink, row, newest - (newest - row) % (kept - sink))
-    return jnp.where((token <= newest) & ((row < sink) | (token >= sink)), token, -1)
 
 
 def split(keys: jax.Array, subvectors: int) -> jax.Array:

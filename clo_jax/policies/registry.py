@@ -7,9 +7,10 @@ from clo_jax.policies.geometry import RivalLayout
 from clo_jax.policies.host_rows import HostRows
 from clo_jax.policies.infinigen import InfiniGenPolicy
 from clo_jax.policies.pqcache import PQCachePolicy
+from clo_jax.policies.retroinfer import RetroInferPolicy
 from clo_jax.rivals import RivalConfig
 
-RIVAL_POLICIES = {policy.name: policy for policy in (ExactPolicy, InfiniGenPolicy, PQCachePolicy)}
+RIVAL_POLICIES = {policy.name: policy for policy in (ExactPolicy, InfiniGenPolicy, PQCachePolicy, RetroInferPolicy)}
 
 
 def rival_layout(model: ModelConfig, config: RivalConfig, batch: int, max_tokens: int, dtype: str) -> RivalLayout:

@@ -15,7 +15,22 @@ from clo_jax.policies.registry import rival_layout, rival_policy
 from tests import tiny
 
 LLAMA = dataclasses.replace(tiny.LLAMA, num_layers=2)
-QWEN = dataclasses.replace(tiny.QWEN, num_layers=2)
+QWEN = dataclasses.replace(tiny.QWEN, num_layers=1)
+ONE = dataclasses.replace(tiny.LLAMA, num_layers=1)
+PROMPTS = (tiny.prompt(90), tiny.prompt(33, seed=1))
+
+
+@functools.cache
+def params(model):
+    """Random parameters."""
+    return tiny.params(model)
+
+
+@functools.cache
+def full_tokens(model, prompt: int, new: int, max_tokens: int) -> list[int]:
+    """What full attention answers to `tiny.prompt(prompt)`."""
+    full = tiny.full_policy(model, 1, max_tokens)
+    return tiny.run(model, params(model), full, None, [tiny.prompt(prompt)], new).tokens[0]
 
 
 @contextlib.contextmanager
@@ -28,48 +43,55 @@ def rival(model: ModelConfig, config, batch: int, max_tokens: int, dtype: str = 
         rows.close()
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def forced(model, policy, params, tables, state, tokens):
-    """Logits [n, B, V] of decode steps over given tokens [n, B]."""
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def decode(model, policy, steps, weights, tables, state):
+    """Logits [steps, B, V] and the tokens that follow from them [steps, B]."""
 
-    def step(state, token):
-        logits, state = gen.decode_step(model, policy, params, tables, state._replace(token=token))
-        return state, logits
+    def step(state, _):
+        logits, state = gen.decode_step(model, policy, weights, tables, state)
+        token = jnp.argmax(logits, axis=1).astype(jnp.int32)
+        return state._replace(token=token), (logits, token)
 
-    return jax.lax.scan(step, state, tokens)[1]
+    return jax.lax.scan(step, state, None, length=steps)[1]
 
 
-def logits(model, params, policy, prompts, steps: int) -> np.ndarray:
-    """Logits [1 + steps, B, V] of prompts that go on with tokens of their own."""
+def answers(model, policy, prompts, steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Logits [1 + steps, B, V] of prompts and their greedy continuation, and its tokens [steps, B]."""
+    weights, tables = params(model), policy.tables()
     lengths = jnp.array([len(p) for p in prompts], jnp.int32)
     tokens = np.zeros((len(prompts), gen.bucket_length(int(lengths.max()), policy.layout.max_tokens)), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
-    tables = policy.tables()
-    layers, shared, first = gen.prefill(model, policy, params, tables, jnp.asarray(tokens), lengths, gen.JITTED)
-    zero = jnp.zeros_like(lengths)
-    state = gen.DecodeState(layers, shared, lengths, zero, zero, jnp.zeros(lengths.shape, bool))
-    more = jnp.asarray([tiny.prompt(steps, seed=100 + b) for b in range(len(prompts))], jnp.int32).T
-    return np.concatenate([np.asarray(first)[None], np.asarray(forced(model, policy, params, tables, state, more))])
+    layers, shared, first = gen.prefill(model, policy, weights, tables, jnp.asarray(tokens), lengths, gen.JITTED)
+    zero, token = jnp.zeros_like(lengths), jnp.argmax(first, axis=1).astype(jnp.int32)
+    state = gen.DecodeState(layers, shared, lengths, token, zero, jnp.zeros(lengths.shape, bool))
+    logits, new = decode(model, policy, steps, weights, tables, state)
+    return np.concatenate([first[None], logits]), np.asarray(new)
 
 
-def check_full_budget(model, config, prompts, new: int, max_tokens: int) -> None:
-    """A budget of 100 % is full attention: logits within 1e-4, the same tokens."""
-    params, full = tiny.params(model), tiny.full_policy(model, len(prompts), max_tokens)
-    want, tokens = logits(model, params, full, prompts, new), tiny.run(model, params, full, None, prompts, new).tokens
-    with rival(model, config, len(prompts), max_tokens) as (policy, rows):
-        np.testing.assert_allclose(logits(model, params, policy, prompts, new), want, rtol=1e-4, atol=1e-4)
-        assert tiny.run(model, params, policy, rows, prompts, new).tokens == tokens
+@functools.cache
+def full_answers(model):
+    """What full attention answers to the prompts of `check_full_budget`."""
+    return answers(model, tiny.full_policy(model, 2, 128), PROMPTS, 24)
 
 
-def check_batch(model, config, prompts, new: int, max_tokens: int) -> None:
-    """Rows of a batch get what they get alone (the first two are looked at)."""
-    params = tiny.params(model)
-    with rival(model, config, len(prompts), max_tokens) as (policy, rows):
-        together = tiny.run(model, params, policy, rows, prompts, new).tokens
-    for row, prompt in list(enumerate(prompts))[:2]:
-        with rival(model, config, 1, max_tokens) as (policy, rows):
-            assert tiny.run(model, params, policy, rows, [prompt], new).tokens[0] == together[row]
+def check_full_budget(model, config) -> None:
+    """A budget of 100 % is full attention: logits within 1e-4, the same 24 tokens."""
+    with rival(model, config, 2, 128) as (policy, _):
+        logits, tokens = answers(model, policy, PROMPTS, 24)
+    want, same = full_answers(model)
+    np.testing.assert_allclose(logits, want, rtol=1e-4, atol=1e-4)
+    assert tokens.tolist() == same.tolist()
+
+
+def check_batch(config) -> None:
+    """A row of a batch gets what it gets alone, and one that has ended does not disturb the others."""
+    weights, prompts = params(ONE), [tiny.prompt(n, seed=n) for n in (1, 40, 64)]
+    with rival(ONE, config, 3, 96) as (policy, rows):
+        together = tiny.run(ONE, weights, policy, rows, prompts, [24, 24, 5]).tokens
+    with rival(ONE, config, 1, 96) as (policy, rows):
+        for row in range(2):
+            assert tiny.run(ONE, weights, policy, rows, [prompts[row]], 24).tokens[0] == together[row]
 
 
 def planted(policy, needle: int, length: int, bucket: int, steps: int = 1, seed: int = 0) -> np.ndarray:
@@ -95,17 +117,17 @@ def planted(policy, needle: int, length: int, bucket: int, steps: int = 1, seed:
     state, shared = gen.JITTED.absorb(
         policy, policy.layer_kind(layer), tables, prompt, jnp.full((1,), layer, jnp.int32), shared
     )
-    step = jax.jit(functools.partial(_step, policy, layer))
     outs = []
     for i in range(steps):
         noise = rng.normal(size=(2, B, K, D)).astype(np.float32) * np.array([1, 0.1], np.float32)[:, None, None, None]
         new = jnp.asarray(answer if i == needle - length else noise)
         at = Position(lengths + i, jnp.ones((B,), bool))
-        out, state, shared = step(tables, jnp.asarray(query), new[0], new[1], at, state, shared)
+        out, state, shared = step(policy, layer, tables, jnp.asarray(query), new[0], new[1], at, state, shared)
         outs.append(np.asarray(out))
     return np.stack(outs)
 
 
-def _step(policy, layer, tables, query, k, v, at, state, shared):
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def step(policy, layer, tables, query, k, v, at, state, shared):
     state, shared = policy.prefetch(layer, tables, query, at, state, shared)
     return policy.attend(layer, tables, query, k, v, at, state, shared)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clo_jax.policies import kmeans, pqcache
+from clo_jax.policies import kmeans, pqcache, ring
 from clo_jax.policies.block_cache import BlockRows, LfuTable
 from clo_jax.rivals import PQCacheConfig
 from tests import tiny
@@ -18,25 +18,23 @@ WHOLE = dataclasses.replace(SMALL, sparsity=1.0)
 
 @pytest.mark.parametrize("model", [rivals.LLAMA, rivals.QWEN], ids=["llama", "qwen2"])
 def test_full_budget_equals_full_attention(model):
-    rivals.check_full_budget(model, WHOLE, [tiny.prompt(90), tiny.prompt(33, seed=1)], 24, 128)
+    rivals.check_full_budget(model, WHOLE)
 
 
 def test_rows_of_a_batch_equal_their_own_runs():
-    config = dataclasses.replace(SMALL, sparsity=0.3)
-    rivals.check_batch(rivals.LLAMA, config, [tiny.prompt(n, seed=n) for n in (1, 40, 64)], 16, 96)
+    rivals.check_batch(dataclasses.replace(SMALL, sparsity=0.3))
 
 
 def test_hundreds_of_new_tokens_leave_the_window_and_are_selected():
-    model, params, prompts = rivals.LLAMA, tiny.params(rivals.LLAMA), [tiny.prompt(20)]
-    full = tiny.run(model, params, tiny.full_policy(model, 1, 384), None, prompts, 300).tokens
+    model = rivals.ONE
     with rivals.rival(model, WHOLE, 1, 384) as (policy, rows):
-        session = tiny.run(model, params, policy, rows, prompts, 300)
-    assert session.tokens == full
+        session = tiny.run(model, rivals.params(model), policy, rows, [tiny.prompt(50)], 300)
+    assert session.tokens[0] == rivals.full_tokens(model, 50, 300, 384)
     counts = rows.counters()
     assert counts.rows_selected == counts.hits + counts.misses and 0 < session.metrics().hit_rate < 1
-    assert counts.rows_selected == 2 * 2 * sum((n - 4 + 1) // 2 if n > 5 else 0 for n in range(21, 320))
-    assert counts.rows_offloaded == 2 * 2 * (319 - 157)
-    assert policy.begins(jnp.array([319])).tolist() == [319 - 157]  # half of what is beyond the sink
+    assert counts.rows_selected == 2 * sum((n - 4 + 1) // 2 for n in range(51, 350))
+    assert counts.rows_offloaded == 2 * (349 - 172)
+    assert policy.begins(jnp.array([349])).tolist() == [349 - 172]  # half of what is beyond the sink
 
 
 def test_planted_key_is_attended():
@@ -52,12 +50,12 @@ def test_planted_new_key_is_attended_after_it_has_left_the_window():
 
 
 def test_the_cache_changes_no_token():
-    params, prompts = tiny.params(rivals.QWEN), [tiny.prompt(100)]
+    params, prompts = rivals.params(rivals.QWEN), [tiny.prompt(100)]
     tokens, moved = [], []
     for size in (64, 0):
         config = dataclasses.replace(SMALL, sparsity=0.2, cache_tokens=size)
         with rivals.rival(rivals.QWEN, config, 1, 160) as (policy, rows):
-            session = tiny.run(rivals.QWEN, params, policy, rows, prompts, 40)
+            session = tiny.run(rivals.QWEN, params, policy, rows, prompts, 24)
         tokens.append(session.tokens)
         moved.append(session.metrics())
     assert tokens[0] == tokens[1]
@@ -82,10 +80,10 @@ def test_sizes_add_up_and_grow_by_at_most_one():
 
 def test_kept_rows_know_their_tokens():
     for newest in (0, 3, 4, 9, 10, 31):
-        held = pqcache.held_tokens(jnp.array([newest]), 4, 10)[0].tolist()
+        held = ring.held_tokens(jnp.array([newest]), 4, 10)[0].tolist()
         want = [*range(min(4, newest + 1)), *range(max(4, newest - 5), newest + 1)]
         assert sorted(t for t in held if t >= 0) == want
-        assert all(held[int(pqcache.ring_place(jnp.int32(t), 4, 10))] == t for t in want)
+        assert all(held[int(ring.ring_place(jnp.int32(t), 4, 10))] == t for t in want)
 
 
 def test_k_means_finds_planted_centres():
