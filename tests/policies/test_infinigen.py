@@ -27,7 +27,7 @@ def test_rows_of_a_batch_equal_their_own_runs():
 def test_hundreds_of_new_tokens_enter_the_partial_cache_and_the_host():
     model = rivals.ONE
     with rivals.rival(model, WHOLE, 1, 384) as (policy, rows):
-        session = tiny.run(model, rivals.params(model), policy, rows, [tiny.prompt(50)], 300)
+        session = rivals.run(model, policy, rows, [tiny.prompt(50)], 300)
     assert session.tokens[0] == rivals.full_tokens(model, 50, 300, 384)
     m, K = session.metrics(), model.num_kv_heads
     assert m.rows_moved == m.rows_selected == K * sum(range(50, 50 + 299)) and m.hit_rate is None

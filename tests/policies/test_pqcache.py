@@ -28,7 +28,7 @@ def test_rows_of_a_batch_equal_their_own_runs():
 def test_hundreds_of_new_tokens_leave_the_window_and_are_selected():
     model = rivals.ONE
     with rivals.rival(model, WHOLE, 1, 384) as (policy, rows):
-        session = tiny.run(model, rivals.params(model), policy, rows, [tiny.prompt(50)], 300)
+        session = rivals.run(model, policy, rows, [tiny.prompt(50)], 300)
     assert session.tokens[0] == rivals.full_tokens(model, 50, 300, 384)
     counts = rows.counters()
     assert counts.rows_selected == counts.hits + counts.misses and 0 < session.metrics().hit_rate < 1
@@ -50,12 +50,12 @@ def test_planted_new_key_is_attended_after_it_has_left_the_window():
 
 
 def test_the_cache_changes_no_token():
-    params, prompts = rivals.params(rivals.QWEN), [tiny.prompt(100)]
+    prompts = [tiny.prompt(100)]
     tokens, moved = [], []
     for size in (64, 0):
         config = dataclasses.replace(SMALL, sparsity=0.2, cache_tokens=size)
         with rivals.rival(rivals.QWEN, config, 1, 160) as (policy, rows):
-            session = tiny.run(rivals.QWEN, params, policy, rows, prompts, 24)
+            session = rivals.run(rivals.QWEN, policy, rows, prompts, 24)
         tokens.append(session.tokens)
         moved.append(session.metrics())
     assert tokens[0] == tokens[1]

@@ -34,7 +34,7 @@ def test_rows_of_a_batch_equal_their_own_runs():
 def test_hundreds_of_new_tokens_enter_the_index():
     model = rivals.ONE
     with rivals.rival(model, WHOLE, 1, 384) as (policy, rows):
-        session = tiny.run(model, rivals.params(model), policy, rows, [tiny.prompt(50)], 300)
+        session = rivals.run(model, policy, rows, [tiny.prompt(50)], 300)
     assert session.tokens[0] == rivals.full_tokens(model, 50, 300, 384)
     m, heads = session.metrics(), model.num_kv_heads
     updates = (348 - (50 - 8) - 8) // 16  # at the last step the steady zone holds at most 8 + 16 before it grows
