@@ -110,8 +110,9 @@ class RetroInferPolicy:
 
     @property
     def steady(self) -> int:
-        """T: rows of the steady zone."""
-        return self.config.sink_tokens + self.config.recent_tokens + self.config.update_tokens
+        """T: rows of the steady zone; a context that never fills it needs no more than it has tokens."""
+        full = self.config.sink_tokens + self.config.recent_tokens + self.config.update_tokens
+        return min(full, max(self.layout.max_tokens, self.config.sink_tokens + 1))
 
     @property
     def probes(self) -> int:

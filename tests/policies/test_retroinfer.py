@@ -80,6 +80,14 @@ def test_estimation_is_exact_where_a_cluster_is_its_centroid(buffer_clusters, sp
     np.testing.assert_allclose(out[0], want, atol=1e-5)
 
 
+def test_short_context_needs_no_more_steady_rows_than_tokens():
+    want = rivals.full_tokens(rivals.ONE, 50, 12, 64)
+    with rivals.rival(rivals.ONE, RetroInferConfig(sparsity=1.0), 1, 64) as (policy, rows):
+        assert policy.steady == 64
+        assert rivals.run(rivals.ONE, policy, rows, [tiny.prompt(50)], 12).tokens[0] == want
+        assert rows.counters().rows_moved == 0
+
+
 def test_clusters_by_hand():
     # Two directions around (5, 5), in the order abababbababa; before and behind them what must not be seen.
     keys = np.full((20, 2), 99, np.float32)
