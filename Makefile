@@ -32,7 +32,7 @@ else
 PLATFORM := the CPU: CUDA is off
 endif
 
-.PHONY: demo test test-all lint native-test sanitize clean
+.PHONY: demo test test-all eval-smoke lint native-test sanitize clean
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "clo-jax needs Python >= 3.11: make PYTHON=...")'
@@ -58,12 +58,31 @@ demo: $(INSTALLED) build/demo/.fetched
 test: $(INSTALLED)
 	$(TEST_SETTINGS) $(BIN)/python -m pytest -q
 
+DEMO := build/demo/smollm2-135m
+
+$(DEMO): | $(INSTALLED) build/demo/.fetched
+	$(BIN)/python -c 'import pathlib; from clo_jax.cli.demo import prepare; prepare(pathlib.Path("build/demo"))'
+
+# Every command of `clo-jax eval` on the demo's model, as short as they get: that they run, not what they find. The three
+# run the same programs, which are compiled once.
+SMOKE := build/eval-smoke
+EVAL := JAX_COMPILATION_CACHE_DIR=$(SMOKE)/compiled $(BIN)/clo-jax eval
+SMOKE_ARGS := $(DEMO) --attention clo --lengths 512
+
+eval-smoke: $(DEMO)
+	rm -rf $(SMOKE)
+	$(EVAL) ruler $(SMOKE_ARGS) --samples 1 --tasks niah_single_1,niah_multivalue,vt,fwe \
+	  --folder $(SMOKE) --json $(SMOKE)/ruler.json --plot $(SMOKE)/ruler.png
+	$(EVAL) niah $(SMOKE_ARGS) --samples 1 --depths 0,1 \
+	  --folder $(SMOKE) --json $(SMOKE)/niah.json --plot $(SMOKE)/niah.png
+	$(EVAL) ppl $(SMOKE_ARGS) --tokens 65 --json $(SMOKE)/ppl.json --plot $(SMOKE)/ppl.png
+
 # One fixed torch, so that the comparison is the same everywhere.
 $(VENV)/.parity: $(INSTALLED)
 	$(PIP) install -q "torch==2.13.0" -e ".[parity]" --no-build-isolation $(CUDA_BUILD)
 	touch $@
 
-test-all: $(VENV)/.parity build/demo/.fetched native-test sanitize
+test-all: $(VENV)/.parity build/demo/.fetched native-test sanitize eval-smoke
 	$(TEST_SETTINGS) $(BIN)/python -m pytest -q -m "not gpu"
 
 # The plain C++ library without Python, XLA and CUDA, and its own tests; then the same under sanitizers.

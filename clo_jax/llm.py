@@ -5,15 +5,18 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from clo_jax import checkpoints, memory, prompts
 from clo_jax.cache import calibration as calibrations
 from clo_jax.cache.planner import Planner
 from clo_jax.config import ATTENTIONS, Attention, CloConfig
 from clo_jax.errors import CloError
+from clo_jax.forced import ForcedSession
 from clo_jax.planning import PlanOptions
 from clo_jax.preparation import Preparation, Settings
 from clo_jax.prompts import Options, Prompts, Request
-from clo_jax.results import Delta, Generation
+from clo_jax.results import Delta, Generation, Metrics
 from clo_jax.rivals import RivalConfig, rival_config
 from clo_jax.session import Session
 from clo_jax.text import IncrementalDecoder, Tokenizer
@@ -183,6 +186,34 @@ class LLM:
             for new in session:
                 yield from self._deltas(session, decoders, new, 0)
             self._preparation.observe(session.head_statistics)
+
+    def forced_logits(self, tokens: Sequence[int], prefix: int) -> Iterator[tuple[np.ndarray, Metrics]]:
+        """Logits along a given text: the first `prefix` tokens are prefilled, the others are decoded as given.
+
+        Args:
+          tokens: ids of the text. prefix: 1 to len(tokens) - 1.
+
+        Returns:
+          An iterator over chunks: logits float32 [n, V], of what is predicted in place of each token after the prefix,
+          and the costs so far. The first chunk is of one token, predicted by prefill. Closing it ends the run.
+
+        Raises:
+          ValueError: ids outside the vocabulary, a prefix out of range, or a text longer than the context.
+        """
+        (ids,) = prompts.token_ids([list(tokens)], False, None, self.config.vocab_size, self._info.path)
+        if not 1 <= prefix < len(ids):
+            raise ValueError(f"prefix: got {prefix}, wanted 1 to {len(ids) - 1}, less than the tokens given")
+        if len(ids) > self.max_context:
+            raise ValueError(f"tokens: got {len(ids)}, wanted at most max_context = {self.max_context}")
+        return self._forced_logits(ids, prefix)
+
+    def _forced_logits(self, ids: list[int], prefix: int) -> Iterator[tuple[np.ndarray, Metrics]]:
+        with _Turn(self):
+            policy, tables = self._preparation.prepare(1, prefix)
+            engine = self._preparation.engine
+            session = ForcedSession(self.config, self._params, policy, tables, engine, ids, prefix, self._chunk)
+            for logits in session:
+                yield logits, session.metrics()
 
     def close(self) -> None:
         """Frees the engine and the parameters. Idempotent."""

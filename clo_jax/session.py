@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from clo_jax.generate import (
     prefill,
 )  # fmt: skip
 from clo_jax.interrupt import deferred_interrupt
-from clo_jax.policies.base import Policy
+from clo_jax.policies.base import LayerState, Policy, Shared
 from clo_jax.policies.clo import CloPolicy
 from clo_jax.policies.full import FullPolicy
 from clo_jax.policies.host_rows import HostRows
@@ -92,41 +92,23 @@ class Session:
 
     def _run(self) -> Iterator[list[list[int]]]:
         request, compiling, start = self._request, CompileClock(), time.perf_counter()
-        lengths = np.array([len(p) for p in request.prompts], np.int32)
-        tokens = np.zeros((len(lengths), bucket_length(int(lengths.max()), self._layout.max_tokens)), np.int32)
-        for row, prompt in zip(tokens, request.prompts, strict=True):
-            row[: len(prompt)] = prompt
         stop = sorted(self._stop)
         slots = STOP_SLOTS * max(1, -(-len(stop) // STOP_SLOTS))
         padded = stop + [-1] * (slots - len(stop))
         limits = Limits(jnp.asarray(request.max_new_tokens, jnp.int32), jnp.asarray(padded, jnp.int32))
         with deferred_interrupt() as raise_pending, transfer_errors():
-
-            def after_layer(index, arrays):
-                jax.block_until_ready(arrays)  # nothing runs when an interrupt is let through
-                self._on_layer(index)
-                raise_pending()
-
-            lengths = jnp.asarray(lengths)
-            layers, shared, logits = prefill(
-                self._model, self._policy, self._params, self._tables, jnp.asarray(tokens), lengths,
-                JITTED, after_layer,
-            )  # fmt: skip
+            layers, shared, logits, lengths = self._prefill(raise_pending)
             state = begin_jitted(layers, shared, logits, lengths, request.sampling, limits)
             del layers, shared
             first, done = np.asarray(state.token), np.asarray(state.done)
-        self._times["ttft"] = time.perf_counter() - start - compiling.seconds()
-        self._times["compile"] = compiling.seconds()
-        if self._engine is not None:
-            self._engine.drain()  # rows of the first fill are prefill's, also those still under way
-            self._after_prefill = self._engine.counters()
+        self._prefilled(start, compiling)
         yield self._take([[int(t)] for t in first])
         compiling, start = CompileClock(), time.perf_counter()
         paused = 0.0
         stops_early = jax.default_backend() == "cpu"  # a GPU would wait for the host after each step
         while not done.all():
             with deferred_interrupt(), transfer_errors():
-                with self._serving(state, limits):
+                with self._serving(state, limits.stop.shape, request.sampling is not None):
                     out, state = decode_chunk_jitted(
                         self._model, self._policy, self._chunk, stops_early, self._params, self._tables, state,
                         request.sampling, limits,
@@ -141,13 +123,42 @@ class Session:
             yield self._take([[int(t) for t in row if t >= 0] for row in out])
             paused += time.perf_counter() - now  # the consumer's time is not ours
 
-    def _serving(self, state: DecodeState, limits: Limits) -> contextlib.AbstractContextManager:
-        """What goes around one run of the decode program, so that its rows arrive beside it."""
+    def _prefill(
+        self, raise_pending: Callable[[], None]
+    ) -> tuple[tuple[LayerState, ...], Shared, jax.Array, jax.Array]:
+        """Layers, shared state, logits and lengths [B] after the prompts; interrupts are let through between layers."""
+        prompts = self._request.prompts
+        lengths = np.array([len(p) for p in prompts], np.int32)
+        tokens = np.zeros((len(lengths), bucket_length(int(lengths.max()), self._layout.max_tokens)), np.int32)
+        for row, prompt in zip(tokens, prompts, strict=True):
+            row[: len(prompt)] = prompt
+
+        def after_layer(index, arrays):
+            jax.block_until_ready(arrays)  # nothing runs when an interrupt is let through
+            self._on_layer(index)
+            raise_pending()
+
+        lengths = jnp.asarray(lengths)
+        layers, shared, logits = prefill(
+            self._model, self._policy, self._params, self._tables, jnp.asarray(tokens), lengths, JITTED, after_layer
+        )
+        return layers, shared, logits, lengths
+
+    def _prefilled(self, start: float, compiling: CompileClock) -> None:
+        """Notes what prefill took, and what the engine had moved by then."""
+        self._times["ttft"] = time.perf_counter() - start - compiling.seconds()
+        self._times["compile"] = compiling.seconds()
+        if self._engine is not None:
+            self._engine.drain()  # rows of the first fill are prefill's, also those still under way
+            self._after_prefill = self._engine.counters()
+
+    def _serving(self, state: DecodeState, *static: Any) -> contextlib.AbstractContextManager:
+        """What goes around one run of a decode program, so that its rows arrive beside it. `static`: what the program
+        was compiled for beside policy, chunk and batch."""
         if self._engine is None:
             return contextlib.nullcontext()
         layers = sum(bool(self._layout.offloaded(layer)) for layer in range(self._layout.num_layers))
-        sampled = self._request.sampling is not None
-        program = (self._policy, self._chunk, state.token.shape, limits.stop.shape, sampled)
+        program = (self._policy, self._chunk, state.token.shape, *static)
         return self._engine.serving(self._chunk * layers, program) if layers else contextlib.nullcontext()
 
     def _take(self, new: list[list[int]]) -> list[list[int]]:

@@ -1,6 +1,7 @@
 """Text to token ids and back: tokenizer.json, chat templates, stop tokens, and decoding of a stream."""
 
 import datetime
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -117,6 +118,10 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
+
+    def digest(self) -> str:
+        """SHA-256 of the tokenizer and its chat template: equal ones make the same ids of the same text."""
+        return hashlib.sha256(f"{self._backend.to_str()}\n{self._template}".encode()).hexdigest()
 
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)

@@ -190,7 +190,8 @@ def test_recovery_from_a_closed_stream(llm):
 
 
 def test_recovery_from_a_dead_transfer_thread(checkpoint):
-    with LLM.load(checkpoint, clo=CLO, max_context=256, transfer_threads=1, timeout_s=5) as llm:
+    threads = {"backend": tiny.BACKENDS[-1], "transfer_threads": 1, "timeout_s": 5}
+    with LLM.load(checkpoint, clo=CLO, max_context=256, **threads) as llm:
         want = ids(llm, tiny.prompt(150), 30)
         llm._preparation.engine.inject_thread_death(2)
         with pytest.raises(TransferError, match="layer"):
@@ -213,6 +214,7 @@ def test_threads_take_turns(llm):
     assert got == want
 
 
+@pytest.mark.skipif(tiny.ON_GPU, reason="where everything is in the host's memory; tests/test_llm_gpu.py has the GPU's")
 def test_no_room_is_refused_before_anything_is_allocated(checkpoint, monkeypatch):
     with LLM.load(checkpoint, clo=CLO, max_context=256) as llm:
         monkeypatch.setattr("clo_jax.memory.available_host_bytes", lambda: 512 << 20)

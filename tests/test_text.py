@@ -160,6 +160,19 @@ def test_chat_template_of_the_configuration(tmp_path):
         assert tokenizer.render_chat([{"role": "user", "content": "fox"}]) == "fox!"
 
 
+def test_digest_tells_tokenizers_and_templates_apart(tmp_path):
+    digests = [
+        Tokenizer.from_folder(folder(tmp_path / name, backend, template)).digest()
+        for name, backend, template in (
+            ("a", sentencepiece_like(), None),
+            ("b", sentencepiece_like(), None),
+            ("c", sentencepiece_like(), "{{ messages }}"),
+            ("d", train_tokenizer(), None),
+        )
+    ]
+    assert digests[0] == digests[1] and len(set(digests)) == 3
+
+
 def test_names_that_templates_use(tmp_path):
     template = "{{ strftime_now('%Y') }} {{ tools is none }} {{ documents is none }} {{ flag }}"
     tokenizer = Tokenizer.from_folder(folder(tmp_path / "t", train_tokenizer(), template=template))

@@ -91,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 details[attention, context] = {
                     "hit_rate": metrics.hit_rate, "rows_moved": metrics.rows_moved, "ttft_s": metrics.ttft_s,
                     "device_kv_bytes": metrics.device_kv_bytes, "host_kv_bytes": metrics.host_kv_bytes,
+                    "retriever": metrics.retriever, "head_scores": metrics.head_scores,
                 }  # fmt: skip
                 console.print(f"{attention} {context}: {statistics.median(rates):.2f} tokens/s")
     if args.transformers:

@@ -1,6 +1,8 @@
 """Dense decode attention over a long cache: the product's `attend` with every head resident, as policy "full" calls it,
-against `jax.nn.dot_product_attention` on cuDNN, in programs of the same form."""
+against `jax.nn.dot_product_attention` on cuDNN in a program of the same form, and against torch's
+`scaled_dot_product_attention` in a captured graph, where torch for CUDA is installed."""
 
+import importlib.util
 import statistics
 import time
 from collections.abc import Callable
@@ -19,18 +21,24 @@ UNROLLED = 8  # of them in one round of its loop, so that they are launched as o
 
 
 def rows(context: int, heads: int = 32, kv_heads: int = 8, head_dim: int = 128, repeats: int = 5) -> list[report.Row]:
-    """Two figures, of 16-bit rows at B = 1; the control's form needs cuDNN."""
+    """The product's figure against each rival's, of 16-bit rows at B = 1. The rivals' forms need cuDNN and torch."""
     ours = _ours(context, heads, kv_heads, head_dim)
-    theirs = _cudnn(context, heads, kv_heads, head_dim)
-    times: dict[str, list[float]] = {"ours": [], "cudnn": []}
+    rivals = {"cuDNN by jax.nn.dot_product_attention": _cudnn(context, heads, kv_heads, head_dim)}
+    if importlib.util.find_spec("torch") is not None:
+        rivals["torch scaled_dot_product_attention"] = _torch(context, heads, kv_heads, head_dim)
+    own: list[float] = []
+    theirs: dict[str, list[float]] = {name: [] for name in rivals}
     for _ in range(repeats):
-        times["ours"].append(ours())
-        times["cudnn"].append(theirs())
-    own, control = (statistics.median(times[name]) for name in ("ours", "cudnn"))
-    name = f"dense decode attention, {kv_heads} heads, {context} rows"
-    more = {"repeats": repeats, "min": min(times["ours"]), "max": max(times["ours"]),
-            "gb_per_s": context * kv_heads * head_dim * 4 / own / 1e3}  # fmt: skip
-    return [report.Row(name, own, "us", "cuDNN by jax.nn.dot_product_attention", control, "< 1.0", more)]
+        own.append(ours())
+        for name, rival in rivals.items():
+            theirs[name].append(rival())
+    name, median = f"dense decode attention, {kv_heads} heads, {context} rows", statistics.median(own)
+    more = {"repeats": repeats, "min": min(own), "max": max(own),
+            "gb_per_s": context * kv_heads * head_dim * 4 / median / 1e3}  # fmt: skip
+    return [
+        report.Row(name, median, "us", rival, statistics.median(times), "< 1.0", more)
+        for rival, times in theirs.items()
+    ]
 
 
 def _timed(program, *operands) -> Callable[[], float]:
@@ -81,3 +89,36 @@ def _cudnn(context: int, heads: int, kv_heads: int, head_dim: int) -> Callable[[
         return jax.lax.fori_loop(0, CALLS, body, q, unroll=UNROLLED)
 
     return _timed(jax.jit(program, donate_argnums=2), k, v, q)
+
+
+def _torch(context: int, heads: int, kv_heads: int, head_dim: int) -> Callable[[], float]:
+    import torch
+
+    def normal(heads: int, tokens: int):
+        return torch.randn((1, heads, tokens, head_dim), dtype=torch.bfloat16, device="cuda")
+
+    q, k, v = normal(heads, 1), normal(kv_heads, context), normal(kv_heads, context)
+
+    def call() -> None:
+        torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    with torch.no_grad():
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):  # what is chosen and allocated at the first calls is not captured
+            for _ in range(3):
+                call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(CALLS):
+                call()
+
+    def once() -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        graph.replay()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) / CALLS * 1e6
+
+    once()
+    return once

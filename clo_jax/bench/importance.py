@@ -4,7 +4,8 @@ with the lowest scores, those with the highest, or a random half; answers to hid
     python -m clo_jax.bench.importance CKPT [--tokens 3500] [--prompts 20] [--scores FILE.tsv] [--out FILE.json]
 
 The control is the model with all heads whole; only questions that it answers count. An answer survives when every one
-of its tokens is still the likeliest.
+of its tokens is still the likeliest. A question whose answer does not survive with all heads whole (another program
+rounds otherwise, in 16 bits) is left out and counted.
 """
 
 import argparse
@@ -101,7 +102,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     answered, asked = cases(args.checkpoint, args.tokens, args.prompts, args.seed)
     if not answered:
         raise SystemExit("importance: the model answers none of the questions")
-    print(f"{len(answered)} of {asked} answered with all heads whole", file=sys.stderr, flush=True)
+    whole = np.ones(part.scores.shape, np.float32)
+    right, answered = len(answered), [c for c in answered if survives(config, params, c, whole, window).all()]
+    print(f"{right} of {asked} answered with all heads whole, {len(answered)} kept", file=sys.stderr, flush=True)
+    if not answered:
+        raise SystemExit("importance: no answer survives with all heads whole")
     rows = []
     for name, highest, seed, goal in (
         ("lowest", False, None, ">= 0.95"), ("highest", True, None, "< 0.5"), ("random", False, 0, None),
@@ -109,7 +114,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         gates = windowed(part.scores, args.share, highest, seed)
         kept = [survives(config, params, case, gates, window) for case in answered]
         answers = sum(bool(tokens.all()) for tokens in kept)
-        more = {"questions": len(kept), "tokens_kept": float(np.concatenate(kept).mean()), "source": part.source}
+        more = {
+            "asked": asked,
+            "answered_rightly": right,
+            "tokens_kept": float(np.concatenate(kept).mean()),
+            "source": part.source,
+        }
         rows.append(
             report.Row(
                 f"answers kept, {name} {args.share:.0%} of heads windowed", answers, "answers", "all heads whole",

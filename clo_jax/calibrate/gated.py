@@ -16,10 +16,14 @@ from clo_jax import models
 from clo_jax.config import ModelConfig
 from clo_jax.ops.causal_attention import implementation
 
-# Scores of one chunk of queries exist at a time. A prompt makes at most this many chunks: they are unrolled, so that no
-# chunk meets keys that come after it.
+# Full attention: scores of one chunk of queries exist at a time. A prompt makes at most this many chunks: they are
+# unrolled, so that no chunk meets keys that come after it.
 _MOST_CHUNKS = 16
 _SMALLEST_CHUNK = 256
+# Attention over a window: queries in blocks of this size meet their own block and the ones before it that their windows
+# reach, all blocks of a segment in one product: a GPU has few kernels to start.
+_BLOCK = 256
+_SEGMENT = 8192
 _MASKED = -1e30
 
 
@@ -41,43 +45,85 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array, window: Window
     Returns:
       [B, N, H, D] in the dtype of `query`; softmax in float32.
     """
+    if window is not None:
+        return _windowed(query, key, value, window)
     N, D = query.shape[1], query.shape[3]
-    if window is None and implementation(query.dtype, D) == "cudnn":
+    if implementation(query.dtype, D) == "cudnn":
         return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
     size = max(_SMALLEST_CHUNK, -(-N // _MOST_CHUNKS))
     parts = []
     for start in range(0, N, size):
         end = min(start + size, N)
-        tokens = np.arange(end, dtype=np.int32)
-        if window is not None:
-            tokens = tokens[(tokens < window.sink) | (tokens > start - window.recent)]
-        chunk = jax.checkpoint(functools.partial(_chunk, tokens, start, window))
-        # Two slices rather than a gather: sink, and the span that the chunk's windows cover.
-        split = 0 if window is None else int(np.searchsorted(tokens, min(window.sink, end)))
-        first = int(tokens[split]) if split < len(tokens) else end
-        k, v = (jnp.concatenate([x[:, :split], x[:, first:end]], axis=1) for x in (key, value))
-        parts.append(chunk(query[:, start:end], k, v))
+        chunk = jax.checkpoint(functools.partial(_chunk, start))
+        parts.append(chunk(query[:, start:end], key[:, :end], value[:, :end]))
     return jnp.concatenate(parts, axis=1)
 
 
-def _chunk(tokens: np.ndarray, start: int, window: Window | None, query: jax.Array, key: jax.Array, value: jax.Array):
-    """Queries at positions from `start` on over the keys of `tokens`."""
+def _chunk(start: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """Queries at positions from `start` on over all the keys."""
     B, C, H, D = query.shape
-    K = key.shape[2]
-    precision = jax.lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
-    position = np.arange(start, start + C, dtype=np.int32)[:, None]
-    seen = tokens[None, :] <= position
-    if window is not None:
-        seen &= (tokens < window.sink)[None, :] | (tokens[None, :] > position - window.recent)
-    scores = jnp.einsum(
-        "bnkgd,bmkd->bkgnm", query.reshape(B, C, K, H // K, D), key,
-        precision=precision, preferred_element_type=jnp.float32,
+    K, N = key.shape[2], key.shape[1]
+    seen = np.arange(N)[None, :] <= np.arange(start, start + C)[:, None]
+    grouped = query.reshape(B, C, K, H // K, D)
+    weights = _softmax(_product("bnkgd,bmkd->bkgnm", grouped, key), seen[None, None, None], D)
+    return _product("bkgnm,bmkd->bnkgd", weights.astype(value.dtype), value).reshape(B, C, H, D).astype(query.dtype)
+
+
+def _windowed(query: jax.Array, key: jax.Array, value: jax.Array, window: Window) -> jax.Array:
+    """`attention` over a window, at a cost that grows with the window rather than with the prompt."""
+    N = query.shape[1]
+    behind, end = -(-N // _BLOCK) * _BLOCK - N, -(-N // _BLOCK) * _BLOCK
+    before = -(-(window.recent - 1) // _BLOCK) * _BLOCK
+
+    def padded(x, before):
+        return jnp.pad(x, ((0, 0), (before, behind), (0, 0), (0, 0)))
+
+    sink = tuple(x[:, : window.sink] for x in (key, value))
+    query, key, value = padded(query, 0), padded(key, before), padded(value, before)
+    parts = []
+    for start in range(0, end, _SEGMENT):
+        stop = min(start + _SEGMENT, end)
+        segment = jax.checkpoint(functools.partial(_segment, window, start))
+        parts.append(segment(query[:, start:stop], *(x[:, start : stop + before] for x in (key, value)), *sink))
+    return jnp.concatenate(parts, axis=1)[:, :N]
+
+
+def _segment(
+    window: Window, start: int, query: jax.Array, key: jax.Array, value: jax.Array, sink_key: jax.Array,
+    sink_value: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """Queries at positions from `start` on over the sink and over keys whose last one is that of the last query."""
+    B, n, H, D = query.shape
+    K, blocks, reach = key.shape[2], n // _BLOCK, key.shape[1] - n
+
+    def band(x):
+        """[B, tokens, K, D] -> [B, blocks, tokens that a block's windows reach, K, D]."""
+        x = x.reshape(B, -1, _BLOCK, K, D)
+        return jnp.concatenate([x[:, i : i + blocks] for i in range(reach // _BLOCK + 1)], axis=2)
+
+    position = start + jnp.arange(n, dtype=jnp.int32).reshape(blocks, _BLOCK, 1)
+    token = position[:, :1] - reach + jnp.arange(reach + _BLOCK, dtype=jnp.int32)[None, None]
+    recent = (token >= window.sink) & (token <= position) & (token > position - window.recent)
+    sink = jnp.arange(sink_key.shape[1], dtype=jnp.int32)[None, None] <= position
+    seen = jnp.concatenate([sink, recent], axis=2)[None, :, None, None]
+    grouped = query.reshape(B, blocks, _BLOCK, K, H // K, D)
+    products = (
+        _product("bcnkgd,bmkd->bckgnm", grouped, sink_key), _product("bcnkgd,bcmkd->bckgnm", grouped, band(key))
     )  # fmt: skip
-    weights = jax.nn.softmax(jnp.where(seen[None, None, None], scores * jnp.float32(D**-0.5), _MASKED), axis=-1)
-    out = jnp.einsum(
-        "bkgnm,bmkd->bnkgd", weights.astype(value.dtype), value, precision=precision, preferred_element_type=jnp.float32
-    )
-    return out.reshape(B, C, H, D).astype(query.dtype)
+    weights = _softmax(jnp.concatenate(products, axis=-1), seen, D).astype(value.dtype)
+    of_sink, of_band = jnp.split(weights, [sink_key.shape[1]], axis=-1)
+    out = _product("bckgnm,bmkd->bcnkgd", of_sink, sink_value) + _product("bckgnm,bcmkd->bcnkgd", of_band, band(value))
+    return out.reshape(B, n, H, D).astype(query.dtype)
+
+
+def _product(form: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """A product in float32, of whole float32 numbers on a GPU too."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(form, a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _softmax(products: jax.Array, seen: jax.Array | np.ndarray, head_dim: int) -> jax.Array:
+    return jax.nn.softmax(jnp.where(seen, products * jnp.float32(head_dim**-0.5), _MASKED), axis=-1)
 
 
 def layer(

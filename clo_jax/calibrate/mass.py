@@ -77,7 +77,7 @@ def num_selected(positions: jax.Array, share: float) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _head_mass(retriever, shares, queries, keys, positions, length, weights):
+def _head_quality(retriever, shares, queries, keys, positions, length, weights):
     p, lse = attention(queries, keys, positions)
     if retriever == "exact":
         found = ranks(p.sum(axis=1), positions)
@@ -85,7 +85,7 @@ def _head_mass(retriever, shares, queries, keys, positions, length, weights):
         mean = key_mean(keys, length) if retriever == "sign" else jnp.zeros_like(keys[0])
         found = ranks(scores(retriever, queries, encode(keys, mean, weights), weights, lse), positions)
     best = ranks(p.sum(axis=1), positions)
-    masses = []
+    masses, recalls = [], []
     for share in shares:
         k = num_selected(positions, share)[:, None]
 
@@ -93,13 +93,22 @@ def _head_mass(retriever, shares, queries, keys, positions, length, weights):
             return jnp.sum(jnp.where((rank < k)[:, None], p, 0.0), axis=-1)
 
         masses.append((kept(found) / kept(best)).mean(axis=-1))
-    return jnp.stack(masses)
+        both = jnp.sum((found < k) & (best < k), axis=-1)
+        recalls.append(both.astype(jnp.float32) / k[:, 0].astype(jnp.float32))
+    return jnp.stack(masses), jnp.stack(recalls)
 
 
 def selection_mass(
     samples: LayerSamples, weights: jax.Array, retriever: Retriever, shares: Sequence[float]
 ) -> np.ndarray:
-    """Mass that codes keep on one layer of one prompt.
+    """Mass that codes keep on one layer of one prompt: the first of `selection_quality`."""
+    return selection_quality(samples, weights, retriever, shares)[0]
+
+
+def selection_quality(
+    samples: LayerSamples, weights: jax.Array, retriever: Retriever, shares: Sequence[float]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Mass that codes keep on one layer of one prompt, and their recall.
 
     Args:
       samples: the layer's queries and keys.
@@ -108,13 +117,16 @@ def selection_mass(
       shares: shares of the context that are selected.
 
     Returns:
-      float64 [shares, K, M].
+      float64 [shares, K, M] each.
     """
     K, _, D = samples.keys.shape
     queries = samples.queries.reshape(-1, K, samples.queries.shape[1] // K, D)
     length = jnp.int32(samples.length)
     heads = [
-        _head_mass(retriever, tuple(shares), queries[:, h], samples.keys[h], samples.positions, length, weights[h])
+        _head_quality(retriever, tuple(shares), queries[:, h], samples.keys[h], samples.positions, length, weights[h])
         for h in range(K)
     ]
-    return np.stack([np.asarray(head, np.float64) for head in heads], axis=1)
+    mass, recall = (
+        np.stack([np.asarray(part, np.float64) for part in parts], axis=1) for parts in zip(*heads, strict=True)
+    )
+    return mass, recall

@@ -2,7 +2,7 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -14,13 +14,14 @@ from clo_jax.cache import calibration as calibrations
 from clo_jax.cache.calibration import Calibration
 from clo_jax.cache.calibration_parts import Importance
 from clo_jax.calibrate import costs as costs_lib
-from clo_jax.calibrate import hashing, similarity, text
+from clo_jax.calibrate import hash_training, hashing, similarity, text
 from clo_jax.calibrate.duo_scores import read_duo_scores
 from clo_jax.calibrate.importance import Gates, GateSettings, optimise_gates
 from clo_jax.calibrate.passkeys import Example, passkey_examples
 from clo_jax.calibrate.quick import quick_estimate
 from clo_jax.checkpoints import CheckpointInfo
 from clo_jax.config import CloConfig, ModelConfig
+from clo_jax.planning import free_device_bytes
 from clo_jax.text import Tokenizer
 
 STATE_FILE = "importance.partial.npz"  # a gate optimisation that has not ended
@@ -130,13 +131,26 @@ def _gates(model: Model, examples: list[Example], settings: GateSettings, bar: B
         return optimise_gates(model.config, model.half(), examples, settings, state_file=state, progress=step)
 
 
-def hash_settings(model: Model) -> list[hashing.HashSettings]:
-    """Both kinds of code at equal bytes, so that one can be chosen; more lengths when there is time."""
+def hash_settings(model: Model) -> list[hash_training.HashSettings]:
+    """Both kinds of code at equal bytes, so that one can be chosen; more lengths, and more steps on more queries and
+    keys, when there is time."""
     kinds = [("sign", 128), ("sign", 256), ("hata", 256)]
+    more = {"steps": 150}
     if not model.small:
-        kinds = [("sign", 64), ("sign", 128), ("sign", 256), ("hata", 128), ("hata", 256)]
-    more = {"steps": 150} if model.small else {}
-    return [hashing.HashSettings(kind, bits, seed=model.seed, **more) for kind, bits in kinds]
+        kinds = [("sign", 64), ("sign", 128), ("sign", 256), ("hata", 256)]
+        more = {"steps": 1000, "queries": 64, "keys": 2048}
+    return [hash_training.HashSettings(kind, bits, seed=model.seed, **more) for kind, bits in kinds]
+
+
+def layers_at_once(model: Model, lengths: Sequence[int], settings: Sequence[hash_training.HashSettings]) -> int:
+    """Layers whose projections are trained side by side: what half of a GPU's free memory holds, in even groups. On a
+    CPU one by one."""
+    free = free_device_bytes()
+    if free is None:
+        return 1
+    L = model.config.num_layers
+    most = max(1, free // 2 // hash_training.bytes_of_a_layer(model.config, lengths, settings))
+    return -(-L // -(-L // most))
 
 
 def hashes(model: Model, bar: Bar) -> Made:
@@ -150,6 +164,7 @@ def hashes(model: Model, bar: Bar) -> Made:
         trained = hashing.train(
             model.config, model.params, prompts, settings, work=work, progress=_layers(advance),
             queries_per_prompt=64 if model.small else 128,
+            layers_at_once=layers_at_once(model, [len(one) for part in prompts for one in part], settings),
         )  # fmt: skip
     choice = hashing.choose(trained)
     figures = {one.settings.name: one.figures()["held_out_mass"] for one in trained}

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clo_jax import generate as gen
 from clo_jax.cache.calibration import Calibration
 from clo_jax.cache.calibration_parts import Similarity, Trace
 from clo_jax.cache.layout import CacheLayout
@@ -27,6 +26,8 @@ from clo_jax.config import CloConfig, ModelConfig
 from clo_jax.ops.prefetch import refresh_slots
 from clo_jax.policies.clo import HeadScores, measured_scores, neutral_scores
 from clo_jax.policies.full import FullPolicy
+from clo_jax.prompts import Request
+from clo_jax.session import Session
 
 STATISTICS = tuple(field.name for field in dataclasses.fields(Similarity) if field.name != "settings")
 
@@ -76,9 +77,14 @@ def _score_head(retriever, queries, guesses, keys, positions, prompt_length, wei
 
 
 def _best(score: np.ndarray, step: Step) -> np.ndarray:
-    """The k best candidates, ascending."""
-    order = np.argsort(-score[step.begin : step.end], kind="stable")[: step.k]
-    return np.sort(order + step.begin)
+    """The k best candidates, ascending; of equal ones those of lower index."""
+    candidates = score[step.begin : step.end]
+    if not step.k:
+        return np.zeros(0, np.int64)
+    least = np.partition(candidates, len(candidates) - step.k)[len(candidates) - step.k]
+    above = np.flatnonzero(candidates > least)
+    equal = np.flatnonzero(candidates == least)[: step.k - len(above)]
+    return np.sort(np.concatenate([above, equal])) + step.begin
 
 
 def follow_head(
@@ -138,18 +144,13 @@ def answers(
         raise ValueError(
             f"steps: got {steps} after {longest} tokens, wanted at most {config.max_position_embeddings} together"
         )
-    bucket = gen.bucket_length(longest, config.max_position_embeddings)
-    layout = CacheLayout.full(config, 1, bucket + steps, str(params["embed"]["embedding"].dtype))
-    policy = FullPolicy(layout)
+    policy = FullPolicy(CacheLayout.full(config, 1, longest + steps, str(params["embed"]["embedding"].dtype)))
     tables, found = policy.tables(), []
     for prompt in prompts:
-        tokens = np.zeros((1, bucket), np.int32)
-        tokens[0, : len(prompt)] = prompt
-        made, _ = gen.generate(
-            config, policy, steps, params, tables, jnp.asarray(tokens), jnp.array([len(prompt)], jnp.int32),
-            jnp.zeros((0,), jnp.int32),
-        )  # fmt: skip
-        found.append([int(token) for token in np.asarray(made)[0]])
+        session = Session(config, params, policy, tables, None, Request([list(prompt)], [steps], [], None), steps)
+        for _ in session:
+            pass
+        found.append(session.tokens[0])
     return found
 
 

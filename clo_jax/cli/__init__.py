@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
-from clo_jax.cli import _console, calibrate, chat, convert, demo, doctor, generate, inspect, plan
+from clo_jax.cli import _console, calibrate, chat, convert, demo, doctor, eval, generate, inspect, plan
 from clo_jax.cli._options import Debug, NoProgress, Quiet
 
 
@@ -42,6 +42,7 @@ for verb in (
     demo.demo,
 ):
     app.command()(verb)
+app.add_typer(eval.app)
 
 
 def _print_versions(wanted: bool) -> None:

@@ -114,13 +114,13 @@ __global__ void __launch_bounds__((Tile::kWarps + 1) * 32, 1) read_rows(const __
   for (bool again = true; again;) {
     again = false;
     if (warp == 0) {
-      const Source now = find_source(a, checked);
+      const Source now = find_source(a, checked, lane);
       if (lane == 0) source = now;
       plan_line<Tile::kUnitRows>(a, 1, now.slot_counts, plan, lane);
     } else if (warp == 1) {
       plan_line<Tile::kUnitRows>(a, 0, nullptr, plan, lane);
     } else if (warp == 2) {
-      const Progress now = find_progress(a, checked);
+      const Progress now = find_progress(a, checked, lane);
       if (lane == 0) progress = now;
     }
     if (checked) barrier(kReaders, W * 32);

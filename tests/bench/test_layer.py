@@ -42,6 +42,13 @@ def test_misses_are_spread_as_the_case_says(measured):
         assert counts.max() - counts.min() <= 1
 
 
+def test_a_layer_lends_no_time_to_another():
+    # Half of the layers move nothing, half two heads of 1,000 bytes: 40 us of a link of 50 MB/s, 20 on average.
+    timing = layer.Timing([50.0], missed=0.5, new=1.0, layer_bytes=1000.0, refreshed=(0.5, 0.0, 0.5))
+    assert layer.bound(timing, hit=10.0, link=50e6) == pytest.approx((10 + 40) / 2)
+    assert layer.bound(timing, hit=60.0, link=50e6) == pytest.approx(60)
+
+
 def test_figures_make_a_valid_file(measured, tmp_path):
     cases = [(case, measured.plan(case, 0.1)) for case in layer.CASES]
     link = layer.link_rate(megabytes=1, repeats=1) if jax.default_backend() == "gpu" else 50e9

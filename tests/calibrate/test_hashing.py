@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clo_jax.calibrate.hashing import HashSettings, TrainedHash, choose, train, train_layer, untrained
+from clo_jax.calibrate.hash_training import HashSettings, bytes_of_a_layer, train_layers, untrained
+from clo_jax.calibrate.hashing import TrainedHash, choose, train
 from clo_jax.calibrate.mass import selection_mass
 from clo_jax.calibrate.text import Prompts
 from tests import tiny
@@ -24,7 +25,7 @@ def mass(weights, retriever):
 @pytest.mark.parametrize(("retriever", "gain"), [("sign", 0.015), ("hata", 0.05)])
 def test_noise_is_left_out_of_the_codes(retriever, gain):
     settings = dataclasses.replace(QUICK, retriever=retriever)
-    weights, losses = train_layer([planted.samples(seed) for seed in range(1, 5)], 3, settings)
+    (weights,), (losses,) = train_layers([[planted.samples(seed) for seed in range(1, 5)]], [3], settings)
     assert weights.shape == (2, 16, 32) and weights.dtype == np.float32 and losses.shape == (75,)
     before, after = mass(untrained(settings, 2, 16), retriever), mass(weights, retriever)
     assert after > before + gain, f"{before:.3f} -> {after:.3f}"
@@ -32,7 +33,7 @@ def test_noise_is_left_out_of_the_codes(retriever, gain):
 
 def test_the_objective_of_the_paper_goes_down():
     settings = dataclasses.replace(QUICK, retriever="hata", objective="hata")
-    weights, losses = train_layer([planted.samples(seed) for seed in range(1, 5)], 3, settings)
+    (weights,), (losses,) = train_layers([[planted.samples(seed) for seed in range(1, 5)]], [3], settings)
     assert np.isfinite(weights).all() and losses[-5:].mean() < 0.8 * losses[:5].mean()
 
 
@@ -40,10 +41,42 @@ def test_training_is_a_function_of_its_arguments():
     data = [planted.samples(1), planted.samples(2, length=200)]
     quick = dataclasses.replace(QUICK, steps=25)
     told = []
-    first, _ = train_layer(data, 3, quick, told.append)
-    assert told == [25] and np.array_equal(first, train_layer(data, 3, quick)[0])
-    assert not np.array_equal(first, train_layer(data, 4, quick)[0])
-    assert not np.array_equal(first, train_layer(data, 3, dataclasses.replace(quick, seed=1))[0])
+    first, _ = train_layers([data], [3], quick, told.append)
+    assert told == [25] and np.array_equal(first, train_layers([data], [3], quick)[0])
+    assert not np.array_equal(first, train_layers([data], [4], quick)[0])
+    assert not np.array_equal(first, train_layers([data], [3], dataclasses.replace(quick, seed=1))[0])
+
+
+@pytest.mark.parametrize("retriever", ["sign", "hata"])
+def test_layers_side_by_side_are_trained_as_each_alone(retriever):
+    quick = dataclasses.replace(QUICK, retriever=retriever, steps=25)
+    data = [[planted.samples(seed), planted.samples(seed + 1, length=200)] for seed in (1, 3)]
+    together, losses = train_layers(data, [3, 5], quick)
+    assert together.shape == (2, 2, 16, 32) and losses.shape == (2, 25)
+    for layer, samples, weights in zip([3, 5], data, together, strict=True):
+        (alone,), _ = train_layers([samples], [layer], quick)
+        np.testing.assert_allclose(weights, alone, atol=2e-3)
+
+
+def test_groups_of_layers_give_what_single_layers_give(tmp_path):
+    config, params = tiny.LLAMA, tiny.params(tiny.LLAMA)
+    prompts = Prompts([tiny.prompt(150), tiny.prompt(160, seed=1)], [tiny.prompt(155, seed=2)])
+    quick, said = dataclasses.replace(QUICK, steps=25), []
+    single = train(config, params, prompts, [quick], queries_per_prompt=16)[0]
+    grouped = train(
+        config, params, prompts, [quick], queries_per_prompt=16, layers_at_once=2, work=tmp_path,
+        progress=lambda *args: said.append(args),
+    )[0]  # fmt: skip
+    assert said == [(0, 3, "layers 0 to 1, sign-32, step 25"), (2, 3, "layer 2, sign-32, step 25")]
+    assert len(list(tmp_path.iterdir())) == 3
+    np.testing.assert_allclose(grouped.mass, single.mass, atol=0.02)
+    again = train(config, params, prompts, [quick], queries_per_prompt=16, layers_at_once=3, work=tmp_path)[0]
+    np.testing.assert_array_equal(again.weights, grouped.weights)
+
+
+def test_bytes_of_a_layer_count_its_keys():
+    few, many = (bytes_of_a_layer(tiny.LLAMA, [1000] * number, [QUICK]) for number in (2, 4))
+    assert many - few == 2 * 2 * (4 * tiny.LLAMA.num_kv_heads * tiny.LLAMA.head_dim * 1000) * 2
 
 
 def test_an_interrupted_run_goes_on_to_the_same_result(tmp_path):

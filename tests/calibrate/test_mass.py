@@ -7,7 +7,7 @@ import pytest
 from clo_jax.cache.projections import projections
 from clo_jax.calibrate import mass
 from clo_jax.calibrate.collect import LayerSamples
-from clo_jax.calibrate.mass import selection_mass
+from clo_jax.calibrate.mass import selection_mass, selection_quality
 from clo_jax.ops.hash_encode import hash_encode
 from clo_jax.ops.select_topk import select_topk
 from tests.calibrate import planted
@@ -55,6 +55,9 @@ def test_mass_by_hand():
     one = LayerSamples(jnp.asarray(query), jnp.asarray(query), jnp.asarray(keys), jnp.array([7], jnp.int32), 8)
     got = selection_mass(one, jnp.asarray(weights), "hata", (0.25, 0.5))
     assert got.shape == (2, 1, 1)
+    mass_again, recall = selection_quality(one, jnp.asarray(weights), "hata", (0.25, 0.5))
+    np.testing.assert_array_equal(mass_again, got)
+    np.testing.assert_allclose(recall[:, 0, 0], [1 / 2, 2 / 4])  # of tokens 0, 1 and 0 to 3: those that are odd
     assert got[0, 0, 0] == pytest.approx((1 / 2 + 1 / 8) / (1 + 1 / 2), rel=1e-4)
     assert got[1, 0, 0] == pytest.approx((1 / 2 + 1 / 8 + 1 / 32 + 1 / 128) / (1 + 1 / 2 + 1 / 4 + 1 / 8), rel=1e-4)
 

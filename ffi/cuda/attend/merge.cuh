@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_fragments(const __grid_co
   // reads them lets this one start when all kernels in front of both are over, so that the operands are settled.
   launch_dependents();
   if (tid < 32) {
-    const int32_t* slot_counts = line == 1 ? find_source(a, true).slot_counts : nullptr;
+    const int32_t* slot_counts = line == 1 ? find_source(a, true, lane).slot_counts : nullptr;
     if (lane == 0) s_known = line == 0 || slot_counts != nullptr;
     int before = 0, units = 0, own = 0;
 #pragma unroll 1

@@ -61,6 +61,27 @@ struct AttendArgs {
   __device__ size_t first_slot(int line) const { return line == 0 ? 0 : blocks + heads(0); }
 };
 
+// What of a layer's view is needed before the first copy.
+struct Place {
+  int kv_heads;
+  const int32_t* slot_counts;
+  const char* selected_rows;
+};
+
+__device__ inline Place place_of(const LayerView& view) {
+  return {static_cast<int>(view.kv_heads), view.slot_counts, static_cast<const char*>(view.selected_rows)};
+}
+
+template <typename T>
+__device__ const T* shuffled(const T* pointer, int lane) {
+  return reinterpret_cast<const T*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(pointer), lane));
+}
+
+// That of another lane.
+__device__ inline Place shuffled(const Place& place, int lane) {
+  return {__shfl_sync(~0u, place.kv_heads, lane), shuffled(place.slot_counts, lane), shuffled(place.selected_rows, lane)};
+}
+
 // Where the engine has the layer's rows. Fixed for the engine's life, but for which layer it is.
 struct Source {
   int layer;
@@ -69,19 +90,24 @@ struct Source {
   const char* selected_rows;  // null: rows are gathered from host_rows
 };
 
-// All loads here are from L2, because what the L1 has may be older than the previous kernel's work. settled: that kernel
-// is over. Before, the layer's number may be anything, so that it must be among those that the engine has, and name one
-// of this call's shape.
-__device__ inline Source find_source(const AttendArgs& a, bool settled) {
+// By one warp. Which layer it is and where the first 32 layers have their rows is asked at once: the second question would
+// else wait for the first. The number is from L2, because what the L1 has may be older than the previous kernel's work.
+// settled: that kernel is over. Before, the number may be anything, so that it must be among those that the engine has,
+// and name a layer of this call's shape.
+__device__ inline Source find_source(const AttendArgs& a, bool settled, int lane) {
   Source s{};
   if (a.offloaded == 0) return s;
-  s.layer = __ldcg(a.engine.layer.index);
-  if (a.engine.layer.count == 0 ? !settled : static_cast<uint32_t>(s.layer) >= a.engine.layer.count) return s;
-  const LayerView* const view = a.engine.layer.views + s.layer;
-  if (!settled && view->kv_heads != a.offloaded) return s;
-  s.view = view;
-  s.slot_counts = view->slot_counts;
-  s.selected_rows = static_cast<const char*>(view->selected_rows);
+  const LayerRef& layers = a.engine.layer;
+  s.layer = __ldcg(layers.index);
+  Place place{};
+  if (static_cast<uint32_t>(lane) < layers.count) place = place_of(layers.views[lane]);
+  place = shuffled(place, s.layer & 31);
+  if (layers.count == 0 ? !settled : static_cast<uint32_t>(s.layer) >= layers.count) return s;
+  if (layers.count == 0 || s.layer >= 32) place = place_of(layers.views[s.layer]);
+  if (!settled && place.kv_heads != a.offloaded) return s;
+  s.view = layers.views + s.layer;
+  s.slot_counts = place.slot_counts;
+  s.selected_rows = place.selected_rows;
   return s;
 }
 
@@ -92,13 +118,24 @@ struct Progress {
   bool ready;       // all its rows are there, or nothing is ever transferred
 };
 
-__device__ inline Progress find_progress(const AttendArgs& a, bool settled) {
+// By one warp, asked at once like the source.
+__device__ inline Progress find_progress(const AttendArgs& a, bool settled, int lane) {
   if (a.offloaded == 0 || a.engine.flags == nullptr) return {0, true, true};
+  const uint32_t count = a.engine.layer.count;
   const int layer = __ldcg(a.engine.layer.index);
-  if (a.engine.layer.count == 0 ? !settled : static_cast<uint32_t>(layer) >= a.engine.layer.count) return {0, false, false};
-  const LayerFlags* const flags = a.engine.flags + layer;
-  const uint32_t posted = load_relaxed(&flags->posted);
-  return {posted, true, static_cast<int32_t>(load_acquire(&flags->ready) - posted) >= 0};
+  uint32_t posted = 0, ready = 0;
+  if (static_cast<uint32_t>(lane) < count) {
+    posted = load_relaxed(&a.engine.flags[lane].posted);
+    ready = load_acquire(&a.engine.flags[lane].ready);
+  }
+  posted = __shfl_sync(~0u, posted, layer & 31);
+  ready = __shfl_sync(~0u, ready, layer & 31);
+  if (count == 0 ? !settled : static_cast<uint32_t>(layer) >= count) return {0, false, false};
+  if (count == 0 || layer >= 32) {
+    posted = load_relaxed(&a.engine.flags[layer].posted);
+    ready = load_acquire(&a.engine.flags[layer].ready);
+  }
+  return {posted, true, static_cast<int32_t>(ready - posted) >= 0};
 }
 
 // Rows of one head of a line: of its resident or tail segment, and of its selected one.

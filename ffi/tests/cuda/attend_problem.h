@@ -172,6 +172,7 @@ class Problem {
     return same(resident_, s_.Kr * s_.S * row_) && same(tail_, s_.Ko * s_.T * row_);
   }
   Mirror<int32_t>& position() { return position_; }
+  Mirror<int32_t>& layer() { return index_; }
   // What kernels in front of the call may have written, the layer's flags and selected rows apart.
   std::vector<Memory> operands() const {
     return {memory(query_),    memory(key_),     memory(value_),    memory(weights_), memory(mean_),

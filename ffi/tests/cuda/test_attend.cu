@@ -137,6 +137,20 @@ void test_a_position_out_of_range_gives_nan_and_writes_nothing() {
   }
 }
 
+void test_a_layer_out_of_range_gives_nan_where_heads_are_offloaded() {
+  for (const int32_t wrong : {-1, 3, 1 << 30}) {
+    const Shape s = mixed(2, 64, DType::kBF16);
+    Problem problem(s);
+    problem.layer().host[0] = wrong;
+    problem.layer().upload();
+    problem.launch(true, 1'000'000);
+    problem.finish();
+    const auto lse = problem.lse();
+    for (int64_t i = 0; i < 3 * 5 * s.G; ++i) CHECK(std::isnan(lse[i]) == (i / s.G % 5 < s.Ko));
+    CHECK(clo::cuda::error_failure(problem.error()) == clo::cuda::Failure::kBadOperand);
+  }
+}
+
 __global__ void deliver(const uint4* from, uint4* to, size_t n, uint64_t delay_ns, clo::cuda::LayerFlags* flags) {
   const uint64_t start = clo::cuda::global_nanoseconds();
   while (clo::cuda::global_nanoseconds() - start < delay_ns) {
@@ -282,6 +296,7 @@ int main(int argc, char** argv) {
   test_peaked_scores();
   test_balance();
   test_a_position_out_of_range_gives_nan_and_writes_nothing();
+  test_a_layer_out_of_range_gives_nan_where_heads_are_offloaded();
   test_waits_for_the_transfer();
   test_a_transfer_that_never_comes_ends_in_the_error_word();
   test_starts_before_its_operands_are_there();

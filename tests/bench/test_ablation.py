@@ -1,0 +1,76 @@
+"""The ablation: its policy without Eq. 10, its questions, and a table of a tiny checkpoint."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from clo_jax.bench import ablation, report
+from clo_jax.config import CloConfig
+from clo_jax.text import Tokenizer
+from tests import tiny
+from tests.bench import calibrated
+
+CLO = CloConfig(sim_threshold=0.6, hash_bits=32)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return calibrated.write(tmp_path_factory.mktemp("calibrated"))
+
+
+def test_the_least_similar_head_of_a_group_counts():
+    query = jnp.asarray([[1.0, 0.0], [0.0, 2.0], [3.0, 0.0], [1.0, 1.0]])
+    label = jnp.asarray([[2.0, 0.0], [0.0, -1.0], [0.0, 0.0], [1.0, 1.0]])
+    np.testing.assert_allclose(ablation.least_cosine(query, label, 2), [-1, 0], atol=1e-6)
+    np.testing.assert_allclose(ablation.least_cosine(query, label, 4), [1, -1, 0, 1], atol=1e-6)
+
+
+def hit_rates(config, threshold_of=CLO):
+    weights, found = tiny.params(config), []
+    for kind in (ablation.CloPolicy, ablation.EveryHeadPolicy):
+        with tiny.clo_policy(config, threshold_of, 1, 512) as (policy, engine):
+            policy = kind(policy.layout, threshold_of, engine.handle, policy.scores)
+            session = tiny.run(config, weights, policy, engine, [tiny.prompt(300)], 24)
+            found.append((session.metrics().hit_rate, session.tokens))
+    return found
+
+
+def test_groups_of_one_decide_as_their_head_does():
+    (of_groups, tokens), (of_heads, same) = hit_rates(dataclasses.replace(tiny.LLAMA, num_kv_heads=6))
+    assert 0 < of_groups == of_heads and tokens == same
+
+
+def test_a_group_hits_less_often_when_each_of_its_heads_must():
+    (of_groups, _), (of_heads, _) = hit_rates(tiny.LLAMA)
+    assert of_heads < of_groups
+
+
+def test_questions_are_spread_over_the_lengths(checkpoint):
+    asked = ablation.questions(Tokenizer.from_folder(checkpoint), 3, 1500, 3000, 1)
+    lengths = [len(question.ids) for question in asked]
+    assert lengths == sorted(lengths) and 1500 < lengths[0] < 1700 and 3000 < lengths[2] < 3200
+    assert len({question.number for question in asked}) == 3
+
+
+def test_a_results_file_of_a_checkpoint(checkpoint, tmp_path, capsys):
+    out = tmp_path / "smollm2-ablation.json"
+    ablation.main(
+        [str(checkpoint), "--prompts", "2", "--shortest", "1400", "--longest", "1600", "--out", str(out), "--seed", "3"]
+    )
+    content = json.loads(out.read_text())
+    report.validate(content)
+    rows = {row["name"]: row for row in content["rows"]}
+    names = ("uniform", "+T", "+T +G", "uniform +G", "+T +G +P", "+T +G +P, nothing hidden")
+    for name in names:
+        assert 0 <= rows[f"hit rate, {name}"]["value"] <= 1
+        assert 0 <= rows[f"rows moved / rows selected, {name}"]["value"] <= 1
+        assert rows[f"answers right, {name}"]["questions"] == 2
+    assert rows["hit rate, +T"]["value"] >= rows["hit rate, uniform"]["value"]
+    assert rows["hit rate, +T +G"]["value"] >= rows["hit rate, +T"]["value"]
+    planned = rows["hit rate, +T +G +P, nothing hidden"]
+    assert planned["heads_that_prefetch_covers"] == 0 and planned["planned_for"] == "a link that hides nothing"
+    assert planned["resident_heads"] >= 2
+    assert "+T +G" in capsys.readouterr().out
