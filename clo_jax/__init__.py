@@ -12,16 +12,19 @@ if TYPE_CHECKING:
     from clo_jax.errors import CheckpointError, CloError, MemoryPlanError, TransferError
     from clo_jax.llm import LLM
     from clo_jax.results import Delta, Generation, Metrics
+    from clo_jax.rivals import ExactConfig, InfiniGenConfig, PQCacheConfig, RetroInferConfig
 
 __version__ = "0.1.0"
 __all__ = [
-    "LLM", "CheckpointError", "CloConfig", "CloError", "Delta", "Generation", "MemoryPlanError", "Metrics",
-    "TransferError",
+    "LLM", "CheckpointError", "CloConfig", "CloError", "Delta", "ExactConfig", "Generation", "InfiniGenConfig",
+    "MemoryPlanError", "Metrics", "PQCacheConfig", "RetroInferConfig", "TransferError",
 ]  # fmt: skip
 
 _HOME = {
     "LLM": "llm", "CloConfig": "config", "Generation": "results", "Delta": "results", "Metrics": "results",
     "CloError": "errors", "CheckpointError": "errors", "TransferError": "errors", "MemoryPlanError": "errors",
+    "ExactConfig": "rivals", "InfiniGenConfig": "rivals", "PQCacheConfig": "rivals",
+    "RetroInferConfig": "rivals",
 }  # fmt: skip
 
 

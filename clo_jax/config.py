@@ -5,16 +5,18 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-Attention = Literal["full", "clo"]
+Attention = Literal["full", "clo", "exact", "infinigen", "pqcache", "retroinfer"]
 Dtype = Literal["float32", "bfloat16", "float16"]  # of parameters, activations and KV rows
 Retriever = Literal["sign", "hata", "exact"]
 Refresh = Literal["whole", "delta"]
 
 
+ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
 
-def _require(ok: bool, name: str, got: Any, wanted: str) -> None:
+def require(ok: bool, name: str, got: Any, wanted: str) -> None:
+    """Raises a ValueError that names the setting, what came and what was wanted, unless `ok`."""
     if not ok:
         raise ValueError(f"{name}: got {got!r}, wanted {wanted}")
 
@@ -55,14 +57,14 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
-            _require(getattr(self, name) > 0, name, getattr(self, name), "a positive integer")
-        _require(
+            require(getattr(self, name) > 0, name, getattr(self, name), "a positive integer")
+        require(
             self.num_heads % self.num_kv_heads == 0,
             "num_kv_heads",
             self.num_kv_heads,
             f"a divisor of num_heads = {self.num_heads}",
         )
-        _require(self.head_dim > 0 and self.head_dim % 2 == 0, "head_dim", self.head_dim, "a positive even integer")
+        require(self.head_dim > 0 and self.head_dim % 2 == 0, "head_dim", self.head_dim, "a positive even integer")
 
     @property
     def group(self) -> int:
@@ -90,19 +92,19 @@ class CloConfig:
     seed: int = 0  # of the untrained hash projections
 
     def __post_init__(self) -> None:
-        _require(0 < self.sparsity <= 1, "sparsity", self.sparsity, "a number in (0, 1]")
-        _require(self.retriever in ("sign", "hata", "exact"), "retriever", self.retriever, "sign, hata or exact")
-        _require(
+        require(0 < self.sparsity <= 1, "sparsity", self.sparsity, "a number in (0, 1]")
+        require(self.retriever in ("sign", "hata", "exact"), "retriever", self.retriever, "sign, hata or exact")
+        require(
             self.hash_bits > 0 and self.hash_bits % 32 == 0, "hash_bits", self.hash_bits, "a positive multiple of 32"
         )
-        _require(self.refresh in ("whole", "delta"), "refresh", self.refresh, "whole or delta")
-        _require(math.isfinite(self.retain) and self.retain >= 1, "retain", self.retain, "a number >= 1")
-        _require(self.refresh == "delta" or self.retain == 1, "retain", self.retain, "1 when refresh is whole")
-        _require(-1 <= self.sim_threshold <= 2, "sim_threshold", self.sim_threshold, "a number in [-1, 2]")
-        _require(self.importance_power > 0, "importance_power", self.importance_power, "a positive number")
-        _require(self.sink_tokens >= 0, "sink_tokens", self.sink_tokens, "an integer >= 0")
-        _require(self.recent_tokens >= 1, "recent_tokens", self.recent_tokens, "a positive integer")
-        _require(self.flush_tokens >= 1, "flush_tokens", self.flush_tokens, "a positive integer")
+        require(self.refresh in ("whole", "delta"), "refresh", self.refresh, "whole or delta")
+        require(math.isfinite(self.retain) and self.retain >= 1, "retain", self.retain, "a number >= 1")
+        require(self.refresh == "delta" or self.retain == 1, "retain", self.retain, "1 when refresh is whole")
+        require(-1 <= self.sim_threshold <= 2, "sim_threshold", self.sim_threshold, "a number in [-1, 2]")
+        require(self.importance_power > 0, "importance_power", self.importance_power, "a positive number")
+        require(self.sink_tokens >= 0, "sink_tokens", self.sink_tokens, "an integer >= 0")
+        require(self.recent_tokens >= 1, "recent_tokens", self.recent_tokens, "a positive integer")
+        require(self.flush_tokens >= 1, "flush_tokens", self.flush_tokens, "a positive integer")
 
     @classmethod
     def paper(cls, **changes: Any) -> "CloConfig":

@@ -49,7 +49,7 @@ def bucket_length(length: int, max_tokens: int) -> int:
 
 
 def prefill_layer(
-    config: ModelConfig, params, x: jax.Array, lengths: jax.Array
+    config: ModelConfig, params, x: jax.Array, lengths: jax.Array, samples: int = 0
 ) -> tuple[jax.Array, Prefilled, jax.Array]:
     """One layer over whole prompts. The same program serves every layer and every length of a bucket.
 
@@ -58,6 +58,7 @@ def prefill_layer(
       params: this layer's parameters.
       x: [B, N, hidden]; N is the bucket, rows beyond `lengths` are padding.
       lengths: [B] int32.
+      samples: how many evenly spaced queries of each prompt to return (static).
 
     Returns:
       x after the layer; the layer's K, V and last queries; x of each prompt's last token [B, hidden].
@@ -92,7 +93,11 @@ def prefill_layer(
 
     out = jax.lax.fori_loop(0, num_chunks, finish, jnp.zeros_like(x))
     rows = jnp.stack([k, v], axis=3).transpose(0, 2, 1, 3, 4)
-    return out, Prefilled(rows, take_last(q, lengths), lengths), take_last(out, lengths)
+    prompt = Prefilled(rows, take_last(q, lengths), lengths)
+    if samples:
+        token = jnp.arange(samples, dtype=jnp.int32)[None] * lengths[:, None] // samples
+        prompt = prompt._replace(queries=jnp.take_along_axis(q, token[:, :, None, None], axis=1))
+    return out, prompt, take_last(out, lengths)
 
 
 def take_last(x: jax.Array, lengths: jax.Array) -> jax.Array:
@@ -130,7 +135,7 @@ class Steps(NamedTuple):
 PLAIN = Steps(embed, prefill_layer, absorb, next_logits)
 JITTED = Steps(
     jax.jit(embed, static_argnums=0),
-    jax.jit(prefill_layer, static_argnums=0, donate_argnums=2),
+    jax.jit(prefill_layer, static_argnums=(0, 4), donate_argnums=2),
     jax.jit(absorb, static_argnums=(0, 1), donate_argnums=5),
     jax.jit(next_logits, static_argnums=0),
 )
@@ -159,7 +164,7 @@ def prefill(
     layers: list[LayerState] = []
     last = None
     for index in range(config.num_layers):
-        x, prompt, last = steps.prefill_layer(config, params["layers"][index], x, lengths)
+        x, prompt, last = steps.prefill_layer(config, params["layers"][index], x, lengths, policy.sampled_queries)
         kind = policy.layer_kind(index)
         state, shared = steps.absorb(policy, kind, tables[index], prompt, jnp.full((1,), index, jnp.int32), shared)
         layers.append(state)

@@ -10,13 +10,14 @@ import numpy as np
 from clo_jax import checkpoints, memory, prompts
 from clo_jax.cache import calibration as calibrations
 from clo_jax.cache.planner import Planner
-from clo_jax.config import Attention, CloConfig
+from clo_jax.config import ATTENTIONS, Attention, CloConfig
 from clo_jax.errors import CloError
 from clo_jax.forced import ForcedSession
 from clo_jax.planning import PlanOptions
 from clo_jax.preparation import Preparation, Settings
 from clo_jax.prompts import Options, Prompts, Request
 from clo_jax.results import Delta, Generation, Metrics
+from clo_jax.rivals import RivalConfig, rival_config
 from clo_jax.session import Session
 from clo_jax.text import IncrementalDecoder, Tokenizer
 
@@ -32,7 +33,8 @@ class LLM:
         self, config, params: Any, info, tokenizer: Tokenizer | None, settings: Settings, max_batch: int,
         chunk_tokens: int,
     ) -> None:  # fmt: skip
-        self.config, self.tokenizer, self.clo, self.attention = config, tokenizer, settings.clo, settings.attention
+        self.config, self.tokenizer, self.attention = config, tokenizer, settings.attention
+        self.clo, self.rival = settings.clo, settings.rival
         self.max_context, self.max_batch = settings.max_context, max_batch
         self._params, self._info, self._chunk = params, info, chunk_tokens
         self._preparation = Preparation(config, settings)  # refuses now what does not fit the model
@@ -42,11 +44,11 @@ class LLM:
 
     @classmethod
     def load(
-        cls, path, *, attention: Attention = "clo", clo: CloConfig | None = None, dtype: str = "auto",
-        max_context: int | None = None, max_batch: int = 8, kv_offload: bool = True, backend: str = "auto",
-        transfer_threads: int | None = None, chunk_tokens: int = 16, timeout_s: float = 30.0, head_scores: Any = None,
-        calibration: str | os.PathLike | None = "auto", planner: Planner = "none", kv_budget: int | None = None,
-        adapt: bool = False, pinning: Callable[[int, int], None] | None = None,
+        cls, path, *, attention: Attention = "clo", clo: CloConfig | None = None, rival: RivalConfig | None = None,
+        dtype: str = "auto", max_context: int | None = None, max_batch: int = 8, kv_offload: bool = True,
+        backend: str = "auto", transfer_threads: int | None = None, chunk_tokens: int = 16, timeout_s: float = 30.0,
+        head_scores: Any = None, calibration: str | os.PathLike | None = "auto", planner: Planner = "none",
+        kv_budget: int | None = None, adapt: bool = False, pinning: Callable[[int, int], None] | None = None,
     ) -> "LLM":  # fmt: skip
         """Loads a checkpoint that `clo-jax convert` made.
 
@@ -56,9 +58,13 @@ class LLM:
 
         Args:
           path: checkpoint folder.
-          attention: "clo" (most rows in host memory) or "full" (all rows on the device, exact).
-          clo: settings of the CLO policy; ignored by "full". None: the defaults, with the retriever and number of hash
-            bits that the calibration found best, where there is one.
+          attention: "clo" (most rows in host memory), "full" (all rows on the device, exact), or a policy that CLO is
+            compared with: "exact" (true top-k, rows on the device), "infinigen", "pqcache", "retroinfer".
+            docs/policies.md has them all.
+          clo: settings of the CLO policy; ignored by the others. None: the defaults, with the retriever and number
+            of hash bits that the calibration found best, where there is one.
+          rival: settings of a policy that CLO is compared with, of the class that belongs to `attention`
+            (`clo_jax.InfiniGenConfig` for "infinigen"). None: its defaults.
           dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16"; of parameters, activations and cache.
           max_context: tokens of prompt and answer together; buffers are sized for it. None: the model's limit.
           max_batch: prompts that run at once; more are answered in groups.
@@ -85,10 +91,16 @@ class LLM:
           ValueError: a setting that makes no sense.
           CheckpointError: the folder is no readable checkpoint, or the calibration is damaged or of another model.
         """
-        if attention not in ("full", "clo"):
-            raise ValueError(f"attention: got {attention!r}, wanted full or clo")
-        if attention == "full" and planner != "none":
-            raise ValueError(f"planner: got {planner!r} with attention full, wanted none: every head is resident")
+        if attention not in ATTENTIONS:
+            raise ValueError(f"attention: got {attention!r}, wanted {', '.join(ATTENTIONS[:-1])} or {ATTENTIONS[-1]}")
+        rival = rival_config(attention, rival)
+        if attention != "clo" and planner != "none":
+            raise ValueError(f"planner: got {planner!r} with attention {attention}, wanted none: plans are CLO's")
+        if rival is not None and not (kv_offload and backend == "auto" and transfer_threads is None):
+            raise ValueError(
+                f"kv_offload, backend, transfer_threads: got {kv_offload}, {backend!r}, {transfer_threads} with "
+                f"attention {attention}, wanted the defaults: it does not use the transfer engine"
+            )
         for name, value in (("max_batch", max_batch), ("chunk_tokens", chunk_tokens)):
             if value < 1:
                 raise ValueError(f"{name}: got {value}, wanted a positive integer")
@@ -105,8 +117,8 @@ class LLM:
             choice = found.choice if found else None
             clo = CloConfig(retriever=choice.retriever, hash_bits=choice.hash_bits) if choice else CloConfig()
         settings = Settings(
-            attention, clo, max_context, str(params["embed"]["embedding"].dtype), kv_offload, backend, transfer_threads,
-            timeout_s, head_scores, found, PlanOptions(planner, kv_budget, adapt), pinning,
+            attention, clo, rival, max_context, str(params["embed"]["embedding"].dtype), kv_offload, backend,
+            transfer_threads, timeout_s, head_scores, found, PlanOptions(planner, kv_budget, adapt), pinning,
         )  # fmt: skip
         return cls(config, params, info, tokenizer, settings, max_batch, chunk_tokens)
 

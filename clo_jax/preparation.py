@@ -16,7 +16,11 @@ from clo_jax.planning import PlanOptions, Plans
 from clo_jax.policies.base import Policy, Tables
 from clo_jax.policies.clo import CloPolicy, HeadScores, given_scores, measured_scores, neutral_scores
 from clo_jax.policies.full import FullPolicy
+from clo_jax.policies.geometry import RivalLayout
+from clo_jax.policies.host_rows import HostRows
+from clo_jax.policies.registry import rival_layout, rival_policy
 from clo_jax.policies.tracking import HeadStatistics
+from clo_jax.rivals import RivalConfig
 from clo_jax.transfer.engine import Engine
 
 
@@ -26,6 +30,7 @@ class Settings:
 
     attention: Attention
     clo: CloConfig
+    rival: RivalConfig | None
     max_context: int
     dtype: str
     kv_offload: bool
@@ -45,9 +50,11 @@ class Preparation:
         """Raises ValueError for settings that do not fit the model."""
         self._config, self._settings = config, settings
         self.plans: Plans | None = None
-        self.engine: Engine | None = None
+        self.engine: Engine | HostRows | None = None
         self._ready: tuple[Policy, tuple[Tables, ...]] | None = None
-        self.scores(self.layout(1))
+        layout = self.layout(1)
+        if settings.attention == "clo":
+            self.scores(layout)
 
     def close(self) -> None:
         """Frees the engine. Idempotent."""
@@ -55,11 +62,13 @@ class Preparation:
             self.engine.close()
         self.engine = self._ready = None
 
-    def layout(self, batch: int) -> CacheLayout:
+    def layout(self, batch: int) -> CacheLayout | RivalLayout:
         """Which heads of how many tokens are where."""
         settings = self._settings
         if settings.attention == "full":
             return CacheLayout.full(self._config, batch, settings.max_context, settings.dtype)
+        if settings.rival is not None:
+            return rival_layout(self._config, settings.rival, batch, settings.max_context, settings.dtype)
         layout = CacheLayout.clo(self._config, settings.clo, batch, settings.max_context, settings.dtype)
         if settings.plan.planner == "none":
             return layout
@@ -102,6 +111,8 @@ class Preparation:
         policy: Policy
         if settings.attention == "full":
             policy = FullPolicy(layout)
+        elif settings.rival is not None:
+            policy, self.engine = rival_policy(layout, settings.rival)
         else:
             self.engine = Engine(
                 kv_heads=[len(layout.offloaded(layer)) for layer in range(layout.num_layers)],
@@ -113,7 +124,7 @@ class Preparation:
         self._ready = (policy, policy.tables())
         return self._ready
 
-    def _require_memory(self, layout: CacheLayout, longest: int, engine_is_there: bool) -> None:
+    def _require_memory(self, layout: CacheLayout | RivalLayout, longest: int, engine_is_there: bool) -> None:
         """Raises MemoryPlanError unless everything that a call will allocate fits where it will be."""
         config = self._config
         values = 3 * config.hidden_size + (4 * config.num_heads + 4 * config.num_kv_heads) * layout.head_dim
@@ -140,7 +151,8 @@ class Preparation:
     def describe(self) -> dict[str, Any]:
         """What is attended and where it is, for one sequence."""
         settings, layout = self._settings, self.layout(1)
-        clo = {} if settings.attention == "full" else {
+        rival = {} if settings.rival is None else {"settings": dataclasses.asdict(settings.rival)}
+        clo = {} if settings.attention != "clo" else {
             "retriever": self.policy(layout, 0).retriever_name,
             "hash_bits": layout.hash_bits,
             "head_scores": self.scores(layout).source,
@@ -154,4 +166,4 @@ class Preparation:
             "max_context": settings.max_context,
             "device_kv_bytes_per_sequence": sum(layout.device_bytes().values()),
             "host_kv_bytes_per_sequence": layout.host_bytes(),
-        } | clo
+        } | (rival or clo)

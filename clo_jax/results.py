@@ -9,7 +9,8 @@ FinishReason = Literal["stop", "length", "abort"]
 @dataclasses.dataclass(frozen=True)
 class Metrics:
     """Costs of one batch of prompts. Times exclude compilation, which `compile_s` holds. Rows and bytes are those of
-    decoding: the first fill at the end of prefill is in `first_fill_rows`."""
+    decoding: the first fill at the end of prefill is in `first_fill_rows`. Of a policy that CLO is compared with, hits
+    are selected rows that were in its cache on the device, and `rows_moved` what its system would move."""
 
     attention: str
     ttft_s: float  # prefill and first token

@@ -29,17 +29,20 @@ from clo_jax.generate import (
 from clo_jax.interrupt import deferred_interrupt
 from clo_jax.policies.base import LayerState, Policy, Shared
 from clo_jax.policies.clo import CloPolicy
+from clo_jax.policies.full import FullPolicy
+from clo_jax.policies.host_rows import HostRows
 from clo_jax.policies.tracking import HeadStatistics, collect
 from clo_jax.prompts import Request
 from clo_jax.results import Metrics
+from clo_jax.rivals import RivalConfig
 from clo_jax.transfer.engine import Engine, transfer_errors
 
 STOP_SLOTS = 8  # stop ids are padded to a multiple of this, so that their number compiles nothing
 
 
 class CompileClock:
-    """Seconds in which something was compiled since it was made, as JAX reports it. A step of a compilation that is part
-    of another one counts once."""
+    """Seconds in which something was compiled since it was made, as JAX reports it. What is part of another compilation
+    counts once."""
 
     _intervals: list[tuple[float, float]] = []  # (start, end) of `perf_counter`, disjoint, in order
     _lock = threading.Lock()
@@ -80,8 +83,8 @@ class Session:
     """Runs one request. Iterating yields, chunk by chunk, the new token ids of every row."""
 
     def __init__(
-        self, model: ModelConfig, params: Any, policy: Policy, tables: Any, engine: Engine | None, request: Request,
-        chunk_tokens: int, on_layer=lambda layer: None,
+        self, model: ModelConfig, params: Any, policy: Policy, tables: Any, engine: Engine | HostRows | None,
+        request: Request, chunk_tokens: int, on_layer=lambda layer: None,
     ) -> None:  # fmt: skip
         self._model, self._params, self._policy, self._tables = model, params, policy, tables
         self._engine, self._request, self._chunk, self._on_layer = engine, request, chunk_tokens, on_layer
@@ -202,28 +205,34 @@ class Session:
             host_kv_bytes=self._layout.host_bytes(),
             device_kv_parts=parts,
         )
-        if not isinstance(self._policy, CloPolicy) or self._engine is None:
+        if isinstance(self._policy, FullPolicy) or (isinstance(self._policy, CloPolicy) and self._engine is None):
             return base
-        config: CloConfig = self._policy.config
+        config: CloConfig | RivalConfig = self._policy.config
+        base = dataclasses.replace(base, retriever=self._policy.retriever_name, sparsity=config.sparsity)
+        if isinstance(self._policy, CloPolicy):
+            base = dataclasses.replace(
+                base,
+                head_scores=self._policy.scores.source,
+                planner=self._policy.planner,
+                plan_revision=None if self._policy.revision is None else self._policy.revision.to_dict(),
+                resident_heads=sum(len(heads) for heads in self._layout.resident),
+                refresh=config.refresh,
+                retain=config.retain,
+            )
+        return base if self._engine is None else dataclasses.replace(base, **self._moved())
+
+    def _moved(self) -> dict[str, Any]:
+        """What moved since the first token, and by whom."""
         now, fill = self._engine.counters(), self._after_prefill
         hits, misses = now.hits - fill.hits, now.misses - fill.misses
-        return dataclasses.replace(
-            base,
-            backend=self._engine.backend,
-            retriever=self._policy.retriever_name,
-            head_scores=self._policy.scores.source,
-            planner=self._policy.planner,
-            plan_revision=None if self._policy.revision is None else self._policy.revision.to_dict(),
-            resident_heads=sum(len(heads) for heads in self._layout.resident),
-            refresh=config.refresh,
-            retain=config.retain,
-            sparsity=config.sparsity,
-            hit_rate=hits / (hits + misses) if hits + misses else None,
-            rows_moved=now.rows_moved - fill.rows_moved,
-            bytes_moved=now.bytes_moved - fill.bytes_moved,
-            rows_selected=now.rows_selected - fill.rows_selected,
-            rows_offloaded=now.rows_offloaded,
-            first_fill_rows=fill.rows_posted,
-            requests=now.requests - fill.requests,
-            wait_s=(now.wait_ns - fill.wait_ns) / 1e9,
-        )
+        return {
+            "backend": self._engine.backend,
+            "hit_rate": hits / (hits + misses) if hits + misses else None,
+            "rows_moved": now.rows_moved - fill.rows_moved,
+            "bytes_moved": now.bytes_moved - fill.bytes_moved,
+            "rows_selected": now.rows_selected - fill.rows_selected,
+            "rows_offloaded": now.rows_offloaded,
+            "first_fill_rows": fill.rows_posted,
+            "requests": now.requests - fill.requests,
+            "wait_s": (now.wait_ns - fill.wait_ns) / 1e9,
+        }

@@ -13,6 +13,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Where a module stands; it imports its own floor and those below. The longest matching name counts.
 FLOORS = {
     "clo_jax.config": 0,
+    "clo_jax.rivals": 0,
     "clo_jax.errors": 0,
     "clo_jax.versions": 0,
     "clo_jax.memory": 0,

@@ -14,9 +14,7 @@ def sample(*names: str, help: str, **more: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=SAMPLES_PANEL, **more)
 
 
-AttentionList = Annotated[
-    str, typer.Option("--attention", metavar="LIST", help="Policies; exact: the keys themselves in place of codes.")
-]
+AttentionList = Annotated[str, typer.Option("--attention", metavar="LIST", help="Policies: see docs/policies.md.")]
 SparsityList = Annotated[
     str,
     typer.Option("--sparsity", metavar="LIST", help="Shares of the context that are selected; each policy at each."),

@@ -7,6 +7,7 @@ import typer
 
 from clo_jax.cli import _console
 from clo_jax.config import CloConfig
+from clo_jax.rivals import RIVALS
 
 CLO_PANEL = "CLO (with --attention clo)"
 SAMPLING_PANEL = "Sampling"
@@ -16,6 +17,10 @@ OUTPUT_PANEL = "Output"
 class Attention(enum.StrEnum):
     full = "full"
     clo = "clo"
+    exact = "exact"
+    infinigen = "infinigen"
+    pqcache = "pqcache"
+    retroinfer = "retroinfer"
 
 
 class Preset(enum.StrEnum):
@@ -83,7 +88,10 @@ def _sampling(*names: str, help: str, default: str | bool = False) -> Any:
 
 
 Checkpoint = Annotated[str, typer.Argument(metavar="CKPT", help="Folder written by `clo-jax convert`.")]
-AttentionOption = Annotated[Attention, typer.Option("--attention", help="full: the whole KV cache on the device.")]
+AttentionOption = Annotated[
+    Attention,
+    typer.Option("--attention", help="full: the whole KV cache on the device. docs/policies.md has them all."),
+]
 MaxContext = Annotated[
     int | None, typer.Option(help="Tokens of prompt and answer to make room for.", show_default="the model's")
 ]
@@ -162,17 +170,29 @@ def given(**options: Any) -> dict[str, Any]:
     }
 
 
-def load_options(attention: Attention, preset: Preset | None, **options: Any) -> dict[str, Any]:
-    """Keyword arguments of LLM.load from the CLO flags as typed (None: not typed).
+def _names(typed: dict[str, Any]) -> str:
+    return ", ".join("--no-" + flag(n)[2:] if v is False else flag(n) for n, v in typed.items())
 
-    Raises ValueError naming every CLO flag that was typed together with full attention.
+
+def load_options(attention: Attention, preset: Preset | None, **options: Any) -> dict[str, Any]:
+    """Keyword arguments of LLM.load from the CLO flags as typed (None: not typed). --sparsity is also the budget of the
+    policies that CLO is compared with.
+
+    Raises ValueError naming every CLO flag that was typed together with another policy.
     """
     typed = given(preset=preset, **options)
+    if attention.value in RIVALS:
+        budget = {name: typed.pop(name) for name in ("sparsity",) if name in typed}
+        if typed:
+            raise ValueError(
+                f"--attention {attention.value}: got {_names(typed)}, wanted no CLO flags but --sparsity (they have no "
+                "effect on it)"
+            )
+        return {"attention": attention.value, "rival": RIVALS[attention.value](**budget)}
     if attention is Attention.full:
         if typed:
-            names = ", ".join("--no-" + flag(n)[2:] if v is False else flag(n) for n, v in typed.items())
             raise ValueError(
-                f"--attention full: got {names}, wanted no CLO flags (they have no effect on full attention)"
+                f"--attention full: got {_names(typed)}, wanted no CLO flags (they have no effect on full attention)"
             )
         return {"attention": "full"}
     typed.pop("preset", None)

@@ -39,7 +39,9 @@ def summary(prompt_tokens: int | None, tokens: int, reason: str, metrics: Any) -
         parts.append(f"{1 / metrics.tpot_s:.1f} tokens/s")
     parts.append(f"{metrics.attention} attention")
     if metrics.retriever is not None:
-        parts.append(f"retriever {metrics.retriever}, head scores {metrics.head_scores}")
+        parts.append(f"retriever {metrics.retriever}")
+    if metrics.head_scores is not None:
+        parts.append(f"head scores {metrics.head_scores}")
     if metrics.planner not in (None, "none"):
         parts.append(f"planner {metrics.planner} ({metrics.resident_heads} heads resident)")
     if metrics.hit_rate is not None:

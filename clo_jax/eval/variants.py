@@ -3,12 +3,12 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
-from clo_jax.config import Attention, CloConfig
+from clo_jax.config import ATTENTIONS, CloConfig
+from clo_jax.rivals import RIVALS
 
-# Every policy of LLM.load, and the upper bound of selection.
-NAMES: tuple[str, ...] = (*get_args(Attention), "exact")
+NAMES: tuple[str, ...] = ATTENTIONS  # every policy of LLM.load
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,13 +34,10 @@ def variants(
 ) -> list[Variant]:
     """Full attention, the control, then each other name at each sparsity.
 
-    "exact" is `clo` with the keys themselves in place of codes and every head refreshed at each step: what no selection
-    of that size by the guessed query surpasses.
-
     Args:
-      names: of `NAMES`.
+      names: of `NAMES`. Policies that CLO is compared with have their default settings but for the sparsity.
       clo: everything but the sparsity.
-      options: further arguments of `LLM.load` for everything but full attention.
+      options: further arguments of `LLM.load` for CLO.
 
     Raises:
       ValueError: an unknown name, no sparsity, or one that makes no sense.
@@ -54,9 +51,9 @@ def variants(
         if not sparsities:
             raise ValueError(f"--sparsity: got none, wanted at least one for {name}")
         for sparsity in dict.fromkeys(sparsities):
-            config = dataclasses.replace(clo, sparsity=sparsity)
-            if name == "exact":
-                config = dataclasses.replace(config, retriever="exact", sim_threshold=1.0)
-            load = {"attention": "clo" if name == "exact" else name, "clo": config, **options}
+            if name in RIVALS:
+                load = {"attention": name, "rival": RIVALS[name](sparsity=sparsity)}
+            else:
+                load = {"attention": name, "clo": dataclasses.replace(clo, sparsity=sparsity), **options}
             found.append(Variant(f"{name} {sparsity * 100:g} %", name, sparsity, load))
     return found

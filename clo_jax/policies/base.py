@@ -24,6 +24,7 @@ class Prefilled(NamedTuple):
     rows: jax.Array  # [B, K, N, 2, D]: K (after RoPE) and V
     query: jax.Array  # [B, H, D]: query of each prompt's last token
     lengths: jax.Array  # [B] int32
+    queries: jax.Array | None = None  # [B, n, H, D]: as many of the prompt's as the policy samples, evenly spaced
 
 
 class Position(NamedTuple):
@@ -37,6 +38,7 @@ class Policy(Protocol):
     """See the module docstring. `tables` are the policy's constants of one layer."""
 
     name: str
+    sampled_queries: int  # how many queries of a prompt `absorb` wants to see besides the last one
 
     def tables(self) -> tuple[Tables, ...]:
         """Constants of each layer, made once on the host."""

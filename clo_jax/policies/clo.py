@@ -80,6 +80,7 @@ class CloPolicy:
     track: bool = False  # keep `policies.tracking` statistics
     revision: Any = dataclasses.field(default=None, compare=False)  # of the plan, for the metrics
     name = "clo"
+    sampled_queries = 0
 
     @property
     def retriever_name(self) -> str:

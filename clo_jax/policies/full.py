@@ -16,6 +16,7 @@ class FullPolicy:
 
     layout: CacheLayout
     name = "full"
+    sampled_queries = 0
 
     def tables(self) -> tuple[Tables, ...]:
         return ({},) * self.layout.num_layers

@@ -2,10 +2,13 @@
 
 import io
 import json
+import typing
 
 import pytest
 
-from clo_jax.config import CloConfig
+from clo_jax.cli import _console
+from clo_jax.config import Attention, CloConfig
+from clo_jax.rivals import RIVALS
 
 
 def options(llm, what):
@@ -34,7 +37,13 @@ def test_quiet_leaves_stderr_empty(run, llm, args):
 def test_defaults(run, llm):
     run("generate", "ckpt", "--prompt", "hi")
     load = options(llm, "load")
-    assert load == {"dtype": "auto", "max_context": None, "max_batch": 1, "attention": "clo"}
+    assert load == {
+        "dtype": "auto",
+        "max_context": None,
+        "max_batch": 1,
+        "attention": "clo",
+        "pinning": _console.pinning,
+    }
     assert options(llm, "generate") == {
         "max_new_tokens": None,
         "stop_token_ids": (),
@@ -60,6 +69,7 @@ def test_every_clo_flag_reaches_the_configuration(run, llm):
         "dtype": "float32",
         "max_context": 50,
         "max_batch": 1,
+        "pinning": _console.pinning,
         "attention": "clo",
         "kv_offload": False,
         "backend": "host",
@@ -102,6 +112,10 @@ def test_presets_and_implied_settings(run, llm, flags, config):
             "--attention full: got --sparsity, --hash-bits, --no-kv-offload, wanted no CLO flags",
         ),
         (["--attention", "full", "--preset", "paper"], "--attention full: got --preset, wanted no CLO flags"),
+        (
+            ["--attention", "exact", "--retain", "2"],
+            "--attention exact: got --retain, wanted no CLO flags but --sparsity",
+        ),
         (["--sparsity", "0"], "sparsity: got 0.0, wanted a number in (0, 1]"),
         (["--refresh", "whole", "--retain", "2"], "retain: got 2.0, wanted 1 when refresh is whole"),
         (
@@ -128,6 +142,14 @@ def test_full_attention(run, llm):
     run("generate", "ckpt", "--prompt", "hi", "--attention", "full")
     assert options(llm, "load")["attention"] == "full"
     assert "clo" not in options(llm, "load")
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_rival_policies(run, llm, name):
+    run("generate", "ckpt", "--prompt", "hi", "--attention", name, "--sparsity", "0.2")
+    assert options(llm, "load")["attention"] == name
+    assert options(llm, "load")["rival"] == RIVALS[name](sparsity=0.2)
+    assert name in typing.get_args(Attention)
 
 
 def test_sampling_and_stop_tokens(run, llm):

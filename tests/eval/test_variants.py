@@ -4,6 +4,7 @@ import pytest
 
 from clo_jax.config import CloConfig
 from clo_jax.eval.variants import FULL, NAMES, variants
+from clo_jax.rivals import RIVALS
 
 
 def test_full_attention_always_comes_first_and_once():
@@ -14,10 +15,11 @@ def test_full_attention_always_comes_first_and_once():
     assert found[2].load == {"attention": "clo", "clo": CloConfig(sparsity=0.02, retain=2.0), "backend": "host"}
 
 
-def test_exact_reads_keys_and_refreshes_every_head_at_each_step():
-    (_, exact) = variants(["exact"], [0.05], CloConfig(retain=2.0), {"planner": "none", "calibration": "auto"})
-    assert exact.attention == "exact" and exact.load["attention"] == "clo" and exact.load["planner"] == "none"
-    assert exact.clo == CloConfig(sparsity=0.05, retriever="exact", sim_threshold=1.0, retain=2.0)
+@pytest.mark.parametrize("name", RIVALS)
+def test_policies_that_clo_is_compared_with_get_the_sparsity_and_none_of_its_settings(name):
+    (_, rival) = variants([name], [0.05], CloConfig(retain=2.0), {"planner": "paper", "calibration": "auto"})
+    assert rival.load == {"attention": name, "rival": RIVALS[name](sparsity=0.05)}
+    assert (rival.name, rival.attention, rival.sparsity, rival.clo) == (f"{name} 5 %", name, 0.05, None)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,31 @@
+"""The policies that CLO is compared with, by the name that `LLM.load(attention=...)` takes."""
+
+from clo_jax.config import ModelConfig
+from clo_jax.policies.base import Policy
+from clo_jax.policies.exact import ExactPolicy
+from clo_jax.policies.geometry import RivalLayout
+from clo_jax.policies.host_rows import HostRows
+from clo_jax.policies.infinigen import InfiniGenPolicy
+from clo_jax.policies.pqcache import PQCachePolicy
+from clo_jax.policies.retroinfer import RetroInferPolicy
+from clo_jax.rivals import RivalConfig
+
+RIVAL_POLICIES = {policy.name: policy for policy in (ExactPolicy, InfiniGenPolicy, PQCachePolicy, RetroInferPolicy)}
+
+
+def rival_layout(model: ModelConfig, config: RivalConfig, batch: int, max_tokens: int, dtype: str) -> RivalLayout:
+    """Where the rows of a batch are.
+
+    Raises:
+      ValueError: settings that do not fit the model.
+    """
+    return RIVAL_POLICIES[config.attention].geometry(model, config, batch, max_tokens, dtype)
+
+
+def rival_policy(layout: RivalLayout, config: RivalConfig) -> tuple[Policy, HostRows | None]:
+    """The policy for a layout, and what keeps its rows in host memory (close it); None when they are on the device."""
+    kind = RIVAL_POLICIES[config.attention]
+    if kind is ExactPolicy:
+        return ExactPolicy(layout, config), None
+    keeper = kind.keeper(layout, config)
+    return kind(layout, config, keeper.handle), keeper
