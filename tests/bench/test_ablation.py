@@ -38,11 +38,13 @@ def hit_rates(config, threshold_of=CLO):
     return found
 
 
+@pytest.mark.slow
 def test_groups_of_one_decide_as_their_head_does():
     (of_groups, tokens), (of_heads, same) = hit_rates(dataclasses.replace(tiny.LLAMA, num_kv_heads=6))
     assert 0 < of_groups == of_heads and tokens == same
 
 
+@pytest.mark.slow
 def test_a_group_hits_less_often_when_each_of_its_heads_must():
     (of_groups, _), (of_heads, _) = hit_rates(tiny.LLAMA)
     assert of_heads < of_groups

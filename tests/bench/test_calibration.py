@@ -42,6 +42,7 @@ def test_exact_selection_keeps_everything():
     np.testing.assert_allclose(found, np.ones((2, 3, len(SHARES))), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_random_model_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(calibration, "random_model", lambda head_dim: (tiny.LLAMA, tiny.params(tiny.LLAMA)))
     monkeypatch.setattr(

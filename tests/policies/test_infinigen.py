@@ -20,10 +20,12 @@ def test_full_budget_equals_full_attention(model):
     rivals.check_full_budget(model, WHOLE)
 
 
+@pytest.mark.slow
 def test_rows_of_a_batch_equal_their_own_runs():
     rivals.check_batch(InfiniGenConfig(sparsity=0.2, alpha=2.0, full_layers=0))
 
 
+@pytest.mark.slow
 def test_hundreds_of_new_tokens_enter_the_partial_cache_and_the_host():
     model = rivals.ONE
     with rivals.rival(model, WHOLE, 1, 384) as (policy, rows):

@@ -21,6 +21,7 @@ def test_full_budget_equals_full_attention(model):
     rivals.check_full_budget(model, WHOLE)
 
 
+@pytest.mark.slow
 def test_rows_of_a_batch_equal_their_own_runs():
     rivals.check_batch(dataclasses.replace(SMALL, sparsity=0.3))
 
@@ -49,6 +50,7 @@ def test_planted_new_key_is_attended_after_it_has_left_the_window():
     assert out[:3].max() < 0.9 < out[3:].min()
 
 
+@pytest.mark.slow
 def test_the_cache_changes_no_token():
     prompts = [tiny.prompt(100)]
     tokens, moved = [], []

@@ -27,10 +27,12 @@ def test_full_budget_equals_full_attention(model):
     rivals.check_full_budget(model, WHOLE)
 
 
+@pytest.mark.slow
 def test_rows_of_a_batch_equal_their_own_runs():
     rivals.check_batch(SMALL)
 
 
+@pytest.mark.slow
 def test_hundreds_of_new_tokens_enter_the_index():
     model = rivals.ONE
     with rivals.rival(model, WHOLE, 1, 384) as (policy, rows):
@@ -80,6 +82,7 @@ def test_estimation_is_exact_where_a_cluster_is_its_centroid(buffer_clusters, sp
     np.testing.assert_allclose(out[0], want, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_short_context_needs_no_more_steady_rows_than_tokens():
     want = rivals.full_tokens(rivals.ONE, 50, 12, 64)
     with rivals.rival(rivals.ONE, RetroInferConfig(sparsity=1.0), 1, 64) as (policy, rows):
