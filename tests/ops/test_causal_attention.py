@@ -81,7 +81,8 @@ def test_scale():
     q, k, v = inputs(8, N=50)
     lengths = jnp.full((1,), 50, jnp.int32)
     got = attend(q, k, v, lengths, scale=0.5)
-    close(got, reference(q, k, v, lengths, scale=0.5), jnp.float32)
+    # Scores four times as large as with D^-0.5 carry four times the rounding into the exponent.
+    close(got, reference(q, k, v, lengths, scale=0.5), jnp.float32, tolerance=8e-6)
     assert float(jnp.abs(got - reference(q, k, v, lengths)).max()) > 0.01
 
 
