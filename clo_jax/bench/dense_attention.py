@@ -2,7 +2,6 @@
 against `jax.nn.dot_product_attention` on cuDNN in a program of the same form, and against torch's
 `scaled_dot_product_attention` in a captured graph, where torch for CUDA is installed."""
 
-import importlib.util
 import statistics
 import time
 from collections.abc import Callable
@@ -24,8 +23,8 @@ def rows(context: int, heads: int = 32, kv_heads: int = 8, head_dim: int = 128, 
     """The product's figure against each rival's, of 16-bit rows at B = 1. The rivals' forms need cuDNN and torch."""
     ours = _ours(context, heads, kv_heads, head_dim)
     rivals = {"cuDNN by jax.nn.dot_product_attention": _cudnn(context, heads, kv_heads, head_dim)}
-    if importlib.util.find_spec("torch") is not None:
-        rivals["torch scaled_dot_product_attention"] = _torch(context, heads, kv_heads, head_dim)
+    if (torch := _torch(context, heads, kv_heads, head_dim)) is not None:
+        rivals["torch scaled_dot_product_attention"] = torch
     own: list[float] = []
     theirs: dict[str, list[float]] = {name: [] for name in rivals}
     for _ in range(repeats):
@@ -91,8 +90,14 @@ def _cudnn(context: int, heads: int, kv_heads: int, head_dim: int) -> Callable[[
     return _timed(jax.jit(program, donate_argnums=2), k, v, q)
 
 
-def _torch(context: int, heads: int, kv_heads: int, head_dim: int) -> Callable[[], float]:
-    import torch
+def _torch(context: int, heads: int, kv_heads: int, head_dim: int) -> Callable[[], float] | None:
+    """None without torch, and with a build of it that has no CUDA."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    if not torch.cuda.is_available():
+        return None
 
     def normal(heads: int, tokens: int):
         return torch.randn((1, heads, tokens, head_dim), dtype=torch.bfloat16, device="cuda")
