@@ -2,7 +2,7 @@
 
 Every head gets a gate that fades it from full attention (1) to attention over sink and recent tokens (0). The weights
 stay as they are; the gates are pulled towards 0, and held up where the hidden states of answer tokens would drift away
-from those of the model itself. A gate's final value is the head's importance.
+from those of the model itself. A gate's final value, stretched (`stretched`), is the head's importance.
 
 Differences from the original: the distance is relative to the size of the hidden states, so that one sparsity weight
 serves every model; what is compared is the state that predicts an answer token rather than the state of that token.
@@ -158,6 +158,18 @@ def optimise_gates(
         if state_file is not None and state.step:
             _write(state_file, state, fingerprint)
     return Gates(np.asarray(state.gates), np.asarray(state.distances), np.asarray(state.mean_gates))
+
+
+def stretched(gates: np.ndarray) -> tuple[np.ndarray, float]:
+    """Gates as importance: times the factor that brings the mean of their upper half to 1, clipped; and that factor.
+
+    How high gates end depends on the model and on the weight of the sparsity term, whereas the thresholds read them as
+    an absolute measure (s³, Eq. 8) that was chosen for DuoAttention's published scores. The upper half of those has a
+    mean of 0.99: on them this changes next to nothing. Gates that are all 0 stay as they are.
+    """
+    upper = np.sort(gates, axis=None)[gates.size // 2 :].mean()
+    factor = float(1 / upper) if upper > 0 else 1.0
+    return np.minimum(gates * np.float32(factor), np.float32(1)), factor
 
 
 def own_states(config: ModelConfig, params: Any, example: Example, window: gated.Window) -> jax.Array:

@@ -16,7 +16,7 @@ from clo_jax.cache.calibration_parts import Importance
 from clo_jax.calibrate import costs as costs_lib
 from clo_jax.calibrate import hash_training, hashing, similarity, text
 from clo_jax.calibrate.duo_scores import read_duo_scores
-from clo_jax.calibrate.importance import Gates, GateSettings, optimise_gates
+from clo_jax.calibrate.importance import Gates, GateSettings, optimise_gates, stretched
 from clo_jax.calibrate.passkeys import Example, passkey_examples
 from clo_jax.calibrate.quick import quick_estimate
 from clo_jax.checkpoints import CheckpointInfo
@@ -111,9 +111,10 @@ def importance(model: Model, how: str, changes: Mapping[str, Any], bar: Bar) -> 
             )  # fmt: skip
         return Made((part,), _spread(part), origin)
     found = _gates(model, examples, settings, bar)
-    part = Importance(found.scores, "gates")
+    scores, stretch = stretched(found.scores)
+    part = Importance(scores, "gates")
     last = found.distances[-max(1, len(found.distances) // 10) :]
-    return Made((part,), {**_spread(part), "last_distance": float(last.mean())}, origin)
+    return Made((part,), {**_spread(part), "stretched_by": stretch, "last_distance": float(last.mean())}, origin)
 
 
 def _gates(model: Model, examples: list[Example], settings: GateSettings, bar: Bar) -> Gates:
@@ -134,8 +135,8 @@ def _gates(model: Model, examples: list[Example], settings: GateSettings, bar: B
 def hash_settings(model: Model) -> list[hash_training.HashSettings]:
     """Both kinds of code at equal bytes, so that one can be chosen; more lengths, and more steps on more queries and
     keys, when there is time."""
-    kinds = [("sign", 128), ("sign", 256), ("hata", 256)]
-    more = {"steps": 150}
+    kinds = [("sign", 256), ("hata", 256)]
+    more = {"steps": 100}
     if not model.small:
         kinds = [("sign", 64), ("sign", 128), ("sign", 256), ("hata", 256)]
         more = {"steps": 1000, "queries": 64, "keys": 2048}

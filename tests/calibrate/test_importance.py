@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from clo_jax.calibrate import gated
-from clo_jax.calibrate.importance import GateSettings, distance_gradient, optimise_gates, own_states
+from clo_jax.calibrate.importance import GateSettings, distance_gradient, optimise_gates, own_states, stretched
 from clo_jax.calibrate.passkeys import Example
 from clo_jax.calibrate.quick import distant_mass, quick_estimate
 from clo_jax.errors import CheckpointError
@@ -179,3 +179,18 @@ def test_settings_are_checked(changes, named):
 def test_no_examples():
     with pytest.raises(ValueError, match="examples: got none"):
         optimise_gates(planted.CONFIG, planted.params(), [], SETTINGS)
+
+
+def test_stretched_gates_have_an_upper_half_of_mean_one():
+    gates = np.array([[0.0, 0.2], [0.4, 0.8]], np.float32)
+    scores, factor = stretched(gates)
+    assert factor == pytest.approx(1 / 0.6)
+    np.testing.assert_allclose(scores, [[0.0, 1 / 3], [2 / 3, 1.0]], rtol=1e-6)
+    assert scores.dtype == np.float32
+    already = np.array([[0.1, 0.3], [1.0, 1.0]], np.float32)
+    np.testing.assert_array_equal(stretched(already)[0], already)
+
+
+def test_gates_that_are_all_shut_stay_so():
+    scores, factor = stretched(np.zeros((2, 2), np.float32))
+    assert factor == 1.0 and not scores.any()
