@@ -46,8 +46,8 @@ __device__ void clear_fragments(const AttendArgs& a, const Plan& plan, const Sha
       const size_t at = (a.first_slot(line) + place_in_line(line, block, a.blocks) + head) * a.group;
 #pragma unroll 1
       for (int v = lane; v < a.group * D / 4; v += 32)
-        reinterpret_cast<float4*>(a.acc + at * D)[v] = nothing;
-      if (lane < a.group) a.state[at + lane] = make_float2(missing(), missing());
+        store_relaxed(reinterpret_cast<float4*>(a.acc + at * D) + v, nothing);
+      if (lane < a.group) store_relaxed(a.state + at + lane, make_float2(missing(), missing()));
     }
   }
   __threadfence();
@@ -77,9 +77,9 @@ __device__ void write_fragment(const AttendArgs& a, size_t slot, const float* ac
       x.w += weight * y.w;
     }
     const size_t at = slot * a.group + q;
-    *reinterpret_cast<float4*>(a.acc + at * D + d) =
-        make_float4(present(x.x), present(x.y), present(x.z), present(x.w));
-    if (d == 0) a.state[at] = make_float2(present(max), present(sum));
+    store_relaxed(reinterpret_cast<float4*>(a.acc + at * D + d),
+                  make_float4(present(x.x), present(x.y), present(x.z), present(x.w)));
+    if (d == 0) store_relaxed(a.state + at, make_float2(present(max), present(sum)));
   }
 }
 
