@@ -1,15 +1,18 @@
 // attend on a GPU, in two launches: every row is read once by a grid of about one block per multiprocessor, which leaves
-// partial results of (block, head) pairs; a second, small kernel merges them. The order of all sums is fixed by the
-// lengths alone.
+// partial results of (block, head) pairs, the fragments; a second, small kernel beside it merges them as they come. The
+// order of all sums is fixed by the lengths alone.
 #include <algorithm>
 
 #include "clo/softmax_state.h"
 #include "cuda/attend/append.cuh"
+#include "cuda/attend/args.cuh"
 #include "cuda/attend/fma.cuh"
+#include "cuda/attend/fragments.cuh"
 #include "cuda/attend/merge.cuh"
 #include "cuda/attend/mma.cuh"
 #include "cuda/attend/plan.cuh"
 #include "cuda/attend/rows.cuh"
+#include "cuda/attend/source.cuh"
 #include "cuda/check.h"
 #include "cuda/kernels.h"
 
@@ -37,34 +40,6 @@ struct Layout {
   }
 };
 
-// The warps' partial results of one head become the block's fragment.
-template <class Tile>
-__device__ void write_fragment(const AttendArgs& a, size_t slot, const float* acc, const float2* state, int tid) {
-  constexpr int D = Tile::kDim, W = Tile::kWarps, kVectors = D / 4;
-#pragma unroll 1
-  for (int v = tid; v < a.group * kVectors; v += W * 32) {
-    const int q = v / kVectors, d = v % kVectors * 4;
-    float max = -INFINITY, sum = 0;
-    float4 x = make_float4(0, 0, 0, 0);
-#pragma unroll
-    for (int w = 0; w < W; ++w) max = fmaxf(max, state[w * a.group + q].x);
-#pragma unroll
-    for (int w = 0; w < W; ++w) {
-      const float2 s = state[w * a.group + q];
-      const float weight = s.x == max ? 1.0f : power_of_two(s.x - max);
-      const float4 y = *reinterpret_cast<const float4*>(acc + (w * a.group + q) * (D + 4) + d);
-      sum += weight * s.y;
-      x.x += weight * y.x;
-      x.y += weight * y.y;
-      x.z += weight * y.z;
-      x.w += weight * y.w;
-    }
-    const size_t at = slot * a.group + q;
-    *reinterpret_cast<float4*>(a.acc + at * D + d) = x;
-    if (d == 0) a.state[at] = make_float2(max, sum);
-  }
-}
-
 // kWarps warps attend; one more appends.
 //
 // The grid may be there before the kernels in front of it are over, and does what it can do by then: it makes its plan,
@@ -82,70 +57,84 @@ __global__ void __launch_bounds__((Tile::kWarps + 1) * 32, 1) read_rows(const __
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ Source source;
   __shared__ Progress progress;
+  __shared__ Share shares[2];
   __shared__ bool changed;
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
   const Layout<Tile> layout(a.group, a.batch * a.kv_heads());
   auto* rows = reinterpret_cast<HeadRows*>(shared + layout.rows);
   auto* before = reinterpret_cast<int*>(shared + layout.before);
   const Plan plan = {before, before + a.heads(0) + 1, rows, rows + a.heads(0)};
+  const int places[2] = {place_in_line(0, blockIdx.x, a.blocks), place_in_line(1, blockIdx.x, a.blocks)};
   if (warp == W) {
-    barrier(kPlanned, (W + 1) * 32);
+    // Its own look is taken beside the readers', not after it: when rows are being read, every load takes long.
     wait_for_previous_kernel();
-    const bool different = plan_changed(a, plan, source, progress, lane);
-    if (lane == 0) changed = different;
-    __syncwarp();
-    // Not while rows are waited for: the next kernel would take the multiprocessors that are left to the transfer kernel.
-    if (!different && progress.ready) launch_dependents();
-    arrive(kChecked, (W + 1) * 32);
+    const PlanCheck check(a, lane);
+#pragma unroll 1
+    for (bool first = true, again = true; again; first = false) {
+      barrier(kPlanned, (W + 1) * 32);
+      again = first && check.differs(a, plan, source, progress, lane);
+      if (lane == 0) changed = again;
+      if (!again) clear_fragments<D>(a, plan, shares, blockIdx.x, lane);
+      __syncwarp();
+      // Not while rows are waited for: the next kernel would take the multiprocessors that are left to the transfer
+      // kernel. Nor before the fragments are cleared: it must not take those of an earlier call.
+      if (!again && progress.ready) launch_dependents();
+      arrive(kChecked, (W + 1) * 32);
+    }
     append_rows<T, D>(a, blockIdx.x, lane);
     append_codes<T, D>(a, blockIdx.x, lane);
+    if (!progress.ready) {
+      if (lane == 0) wait_ready(a.engine.flags + source.layer, a.engine.timeout_ns, a.engine.error);
+      __syncwarp();
+      launch_dependents();
+    }
     return;
   }
 
-  const int places[2] = {place_in_line(0, blockIdx.x, a.blocks), place_in_line(1, blockIdx.x, a.blocks)};
   const uint32_t stages = shared_address(shared) + warp * Tile::kStages * Layout<Tile>::kStage;
   int* const filled = reinterpret_cast<int*>(shared + layout.filled) + warp * Tile::kStages;
   RowReader<Tile> reader(a, plan, source, warp, lane, stages, filled);
   Tile tile(a.group, a.scale_log2, lane,
             reinterpret_cast<float*>(shared + layout.scratch + warp * Tile::kScratchBytes));
-  bool waited = false, checked = false;
+  bool settled = false;
   int parity = 0;
 #pragma unroll 1  // of all loops that hold much code: what a block must fetch first is what it waits for
   for (bool again = true; again;) {
     again = false;
     if (warp == 0) {
-      const Source now = find_source(a, checked, lane);
+      const SourceLoads loads(a, lane);
+      const Lengths lengths = lengths_of(a, 1, lane);
+      const Source now = find_source(a, loads, settled);
       if (lane == 0) source = now;
-      plan_line<Tile::kUnitRows>(a, 1, now.slot_counts, plan, lane);
+      plan_line<Tile::kUnitRows>(a, 1, lengths, now.slot_counts, plan, places[1], W, &shares[1], lane);
     } else if (warp == 1) {
-      plan_line<Tile::kUnitRows>(a, 0, nullptr, plan, lane);
+      plan_line<Tile::kUnitRows>(a, 0, lengths_of(a, 0, lane), nullptr, plan, places[0], W, &shares[0], lane);
     } else if (warp == 2) {
-      const Progress now = find_progress(a, checked, lane);
+      const Progress now = find_progress(a, settled, lane);
       if (lane == 0) progress = now;
     }
-    if (checked) barrier(kReaders, W * 32);
-    else barrier(kPlanned, (W + 1) * 32);
-    const Share shares[2] = {share_of(plan.before(0), a.heads(0), places[0], a.blocks, W, lane),
-                             share_of(plan.before(1), a.heads(1), places[1], a.blocks, W, lane)};
+    arrive(kPlanned, (W + 1) * 32);  // without waiting for the last warp, which may still be waiting itself
+    barrier(kReaders, W * 32);
     const bool early = progress.ready && a.engine.flags != nullptr;
     const int lead = early ? 1 : 0;
     reader.start(shares, lead, progress.ready);
 #pragma unroll 1
     for (int s = 0; s < Tile::kStages; ++s) {
-      if (!waited && !(early && reader.selected_is_next())) {
+      if (!settled && !(early && reader.selected_is_next())) {
         wait_for_previous_kernel();
-        waited = true;
+        settled = true;
       }
       reader.issue(s);
     }
-    if (!waited) wait_for_previous_kernel();
-    waited = true;
+    if (!settled) wait_for_previous_kernel();
+    settled = true;
 
     int slot = 0;
+    bool checked = false;
 #pragma unroll 1
     for (int part = 0; part < 2 && !again; ++part) {
       const int line = part == 0 ? lead : 1 - lead;
-      const Share share = line == 0 ? shares[0] : shares[1];
+      const Share share = shares[line];
       const int* const starts = plan.before(line);
       const int end = share.begin + share.count;
       int next = share.begin + RowReader<Tile>::first_unit(line, warp);

@@ -3,7 +3,7 @@
 
 #include <cuda_fp16.h>
 
-#include "cuda/attend/plan.cuh"
+#include "cuda/attend/args.cuh"
 #include "cuda/numeric.cuh"
 
 namespace clo::cuda {

@@ -3,13 +3,16 @@
 
 #include "clo/softmax_state.h"
 #include "cuda/attend/append.cuh"
+#include "cuda/attend/fragments.cuh"
 #include "cuda/attend/plan.cuh"
 #include "cuda/attend/ptx.cuh"
+#include "cuda/attend/source.cuh"
 #include "cuda/flags.cuh"
 
 namespace clo::cuda {
 
 constexpr int kMergeThreads = 256;
+static_assert(kMaxBlocks <= kMergeThreads, "a thread for each fragment of a head");
 
 // A partial result of four dimensions, in registers.
 struct Partial {
@@ -68,6 +71,11 @@ __device__ inline void append_factor(const AttendArgs& a, int b, int h, float sq
   if (lane == 0) a.factors[static_cast<size_t>(head) * a.max_tokens + a.position[b]] = code_factor(squares, magnitudes);
 }
 
+__device__ inline bool is_missing(const Partial& p) {
+  return is_missing(p.state.x) || is_missing(p.state.y) || is_missing(p.acc.x) || is_missing(p.acc.y) ||
+         is_missing(p.acc.z) || is_missing(p.acc.w);
+}
+
 // One block for each query head. The last warp, with the least to merge, sees to the factor.
 template <class Tile>
 __global__ void __launch_bounds__(kMergeThreads) merge_fragments(const __grid_constant__ AttendArgs a) {
@@ -82,15 +90,16 @@ __global__ void __launch_bounds__(kMergeThreads) merge_fragments(const __grid_co
   const int i = line == 1 ? b * a.offloaded + h : b * a.resident + h - a.offloaded;
 
   // The fragments' slots follow from the plan, which is made again while the rows are still being read: the kernel that
-  // reads them lets this one start when all kernels in front of both are over, so that the operands are settled.
+  // reads them lets this one start when all kernels in front of both are over, so that the operands are settled, and has
+  // cleared the fragments by then.
   launch_dependents();
   if (tid < 32) {
-    const int32_t* slot_counts = line == 1 ? find_source(a, true, lane).slot_counts : nullptr;
+    const int32_t* slot_counts = line == 1 ? find_source(a, SourceLoads(a, lane), true).slot_counts : nullptr;
     if (lane == 0) s_known = line == 0 || slot_counts != nullptr;
     int before = 0, units = 0, own = 0;
 #pragma unroll 1
     for (int j = lane; j < a.heads(line); j += 32) {
-      const int n = units_of<Tile::kUnitRows>(rows_of(a, line, j, slot_counts));
+      const int n = units_of<Tile::kUnitRows>(rows_of(a, line, j, lengths_of(a, line, j), slot_counts));
       units += n;
       if (j < i) before += n;
       if (j == i) own = n;
@@ -121,9 +130,17 @@ __global__ void __launch_bounds__(kMergeThreads) merge_fragments(const __grid_co
   const float4* accs = reinterpret_cast<const float4*>(a.acc + (slot * a.group + g) * D) + v;
   // The first of two passes is for nothing: while rows are still being read, it brings the code and the translations of
   // the addresses near, which would otherwise be late when all others have ended.
+  Polling polling;
 #pragma unroll 1
   for (int pass = 0; pass < 2; ++pass) {
-    if (pass == 1) wait_for_previous_kernel();
+    if (pass == 1) {
+      // One word a fragment is asked for until it comes: asking for all of them would be in the way of the rows. The
+      // others of a fragment are looked at one by one after that, for nothing says in which order they come.
+      if (tid < s_count)
+        while (is_missing(load_relaxed(states + tid * a.group).x) && polling.wait()) {
+        }
+      __syncthreads();
+    }
     Partial total;
 #pragma unroll 1
     for (int first = part; part < kGroups && first < s_count; first += kGroups * kBatch) {
@@ -132,8 +149,16 @@ __global__ void __launch_bounds__(kMergeThreads) merge_fragments(const __grid_co
       for (int j = 0; j < kBatch; ++j) {
         const int f = first + j * kGroups;
         if (f < s_count) {
-          parts[j].state = __ldcg(states + f * a.group);
-          parts[j].acc = __ldcg(accs + static_cast<size_t>(f) * a.group * kVectors);
+          parts[j].state = load_relaxed(states + f * a.group);
+          parts[j].acc = load_relaxed(accs + static_cast<size_t>(f) * a.group * kVectors);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        const int f = first + j * kGroups;
+        while (pass == 1 && is_missing(parts[j]) && polling.wait()) {
+          parts[j].state = load_relaxed(states + f * a.group);
+          parts[j].acc = load_relaxed(accs + static_cast<size_t>(f) * a.group * kVectors);
         }
       }
       parts[kBatch] = total;
@@ -160,6 +185,8 @@ __global__ void __launch_bounds__(kMergeThreads) merge_fragments(const __grid_co
     }
     if (pass == 0) __syncthreads();
   }
+  // Who comes after this kernel counts on the other one's end, too.
+  wait_for_previous_kernel();
   if (factor) append_factor(a, b, h, squares, lane);
   if (!known && tid == 0 && a.engine.error != nullptr)
     fail(a.engine.error, Failure::kBadOperand, a.engine.layer.index == nullptr ? 0 : *a.engine.layer.index, 0);

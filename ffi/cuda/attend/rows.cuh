@@ -5,6 +5,7 @@
 
 #include "cuda/attend/plan.cuh"
 #include "cuda/attend/ptx.cuh"
+#include "cuda/attend/source.cuh"
 #include "cuda/flags.cuh"
 
 namespace clo::cuda {
@@ -152,8 +153,7 @@ class RowReader {
     return line_ == 1 && end_ == last + 1 && (last - unit_) % Tile::kWarps == 0;
   }
 
-  // After a failed wait the rows are those that were there before: the error word tells. The next kernel may start then,
-  // not before: it would take the multiprocessors that are left to the transfer kernel.
+  // After a failed wait the rows are those that were there before: the error word tells.
   __device__ void wait_once() {
     if (ready_) return;
     if (lane_ == 0) {
@@ -164,7 +164,6 @@ class RowReader {
     }
     __syncwarp();
     ready_ = true;
-    launch_dependents();
   }
 
   __device__ void copy_block(int slot, const char* from) {

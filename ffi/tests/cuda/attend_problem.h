@@ -58,8 +58,9 @@ class Problem {
     cudaStreamDestroy(stream_);
   }
 
-  // Puts the GPU's memory back to its state before the call.
-  void prepare() {
+  // Puts the GPU's memory back to its state before the call. fill: each byte of the workspace, in which any call may have
+  // left anything.
+  void prepare(int fill = 0xff) {
     for (Mirror<uint8_t>* m : {&query_, &key_, &value_, &resident_, &tail_, &selected_, &rows_, &out_}) m->upload();
     for (Mirror<float>* m : {&weights_, &mean_, &lse_}) m->upload();
     for (Mirror<int32_t>* m : {&position_, &flushed_, &tokens_, &counts_, &index_}) m->upload();
@@ -74,7 +75,8 @@ class Problem {
     error_.upload();
     counters_.host.assign(1, {});
     counters_.upload();
-    CLO_CUDA_CHECK(cudaMemset(workspace_, 0xff, workspace_bytes_ + 256));
+    CLO_CUDA_CHECK(cudaMemset(workspace_, fill, workspace_bytes_));
+    CLO_CUDA_CHECK(cudaMemset(static_cast<uint8_t*>(workspace_) + workspace_bytes_, 0xff, 256));
     CLO_CUDA_CHECK(cudaDeviceSynchronize());
   }
 
