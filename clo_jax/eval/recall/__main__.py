@@ -1,0 +1,37 @@
+"""Trains the recall model: python -m clo_jax.eval.recall OUT [--seed 0]."""
+
+import argparse
+import pathlib
+import sys
+import time
+from collections.abc import Sequence
+
+from clo_jax.eval.recall import training
+from clo_jax.eval.recall.folder import write
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Trains a small model on chains of lookups and writes a checkpoint.")
+    parser.add_argument("out", type=pathlib.Path, help="folder of the checkpoint; must not exist")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    if args.out.exists():
+        parser.error(f"out: {args.out} is there already")
+    config, start = training.model_config(), time.perf_counter()
+
+    def tell(done: training.Progress) -> None:
+        print(
+            f"{time.perf_counter() - start:6.1f} s, {done.length} tokens, step {done.step}: loss {done.loss:.4f}, "
+            f"{done.right:.2%} of lookups right", file=sys.stderr, flush=True,
+        )  # fmt: skip
+
+    params = training.train(config, training.Settings(seed=args.seed), tell)
+    for records in (1300, 5400, 10800, 21800):
+        share = training.lookups_right(config, params, range(4), records, 16)
+        print(f"{records} records: {share:.2%} of lookups right", file=sys.stderr, flush=True)
+    result = write(config, params, args.out)
+    print(f"{result.path}: {result.num_bytes / 1e6:.1f} MB, {time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
