@@ -18,7 +18,8 @@ from clo_jax.ops.causal_attention import implementation
 
 LONGEST = 131072 + 2048
 _STEPS_PER_CALL = 25
-_CUTS = 16
+_CUTS = 16  # jumps of positions in a context
+_MULTIPLE = 128  # of tokens, for cuDNN's attention and its gradient
 _WARMUP = 200  # steps
 
 
@@ -150,6 +151,9 @@ def forward(config: ModelConfig, params, tokens: jax.Array, positions: jax.Array
     half = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     params = jax.tree.map(lambda leaf: leaf.astype(half), params)
     model = models.merge(config, params)
+    length = tokens.shape[1]
+    behind = ((0, 0), (0, -length % _MULTIPLE))  # nothing before the padding sees it
+    tokens, positions = jnp.pad(tokens, behind), jnp.pad(positions, behind, mode="edge")
     x = model.embed(tokens)
     rope = models.rotation(config, positions, jnp.full((tokens.shape[0],), tokens.shape[1], jnp.int32))
 
@@ -161,7 +165,7 @@ def forward(config: ModelConfig, params, tokens: jax.Array, positions: jax.Array
 
     for index in range(config.num_layers):
         x = layer(params["layers"][index], x)
-    return model.logits(x[:, start:])
+    return model.logits(x[:, start:length])
 
 
 def lookups_right(config: ModelConfig, params, seeds: Sequence[int], records: int, hops: int) -> float:
