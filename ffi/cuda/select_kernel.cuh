@@ -86,7 +86,9 @@ __global__ void __maxnreg__(kRegisters) select_kernel(const __grid_constant__ Se
     const int64_t token = static_cast<int64_t>(w.bh) * p.max_tokens + w.first;
     CodeRing<kRetriever == Retriever::kSign> ring(shared + plan.ring_offset, plan.ring_slots, p.codes + token * words,
                                                   p.factors + token, w.n);
-    if constexpr (kFast) ring.start();
+    // With sign, loads of the projected queries come first if they are there: behind those of the codes they would wait.
+    const bool queries_first = kRetriever == Retriever::kSign && !a.early;
+    if (kFast && !queries_first) ring.start();
 #pragma unroll 1
     for (int i = tid; i < exchange_words(plan.fine); i += kThreads) counts[i] = 0;
     clear_totals(&totals);
@@ -102,7 +104,9 @@ __global__ void __maxnreg__(kRegisters) select_kernel(const __grid_constant__ Se
       load_queries<kSets>(static_cast<const T*>(p.query) + static_cast<int64_t>(w.bh) * G * D, p.lse + w.bh * G, p.scale,
                           group, G, D);
     } else if constexpr (kRetriever == Retriever::kSign) {
-      quantise<kSets>(a.encoded, static_cast<int64_t>(w.bh) * G, group, G, words, p.scale);
+      quantise<kSets>(a.encoded, static_cast<int64_t>(w.bh) * G, group, G, words, p.scale, [&](int turn) {
+        if (kFast && queries_first && turn < kWarps) ring.start();
+      });
     } else {
       base = empty_rank(encoded, G, words);
       if constexpr (!kFast) {

@@ -9,7 +9,6 @@
 namespace clo::cuda {
 
 constexpr int kMaxBlocks = 160;     // of a grid
-constexpr int kMaxHeadBlocks = 64;  // that share one head
 constexpr int kBins = kGroups * kMaxFine;
 constexpr int kFastBits = 256;      // the usual number of hash bits
 constexpr size_t kMaxShared = 222 * 1024;

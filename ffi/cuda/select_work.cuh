@@ -57,7 +57,7 @@ class Heads {
   }
 
  private:
-  static constexpr int kHeld = 4;
+  static constexpr int kHeld = 1;
 
   __device__ __forceinline__ uint32_t mask(int first) const {
     const int head = first + thread_index() % 32;
