@@ -106,18 +106,23 @@ __device__ __forceinline__ bool add_up(const Exchange& e, int pass, int from, in
   };
   int rank, at;
   uint32_t values[kTogether];
+  // One loop for all of them: a loop for each is code that every warp has to fetch.
+  for (;;) {
+    uint32_t there = kPublished;
 #pragma unroll
-  for (int u = 0; u < kTogether; ++u)
-    values[u] = wanted(u, &rank, &at) ? load_relaxed(e.leader + rank * stride + from + at) : 0;
+    for (int u = 0; u < kTogether; ++u) {
+      values[u] = wanted(u, &rank, &at) ? load_relaxed(e.leader + rank * stride + from + at) : kPublished;
+      there &= values[u];
+    }
+    if (there != 0) break;
+    if (!patience.more()) return false;
+  }
 #pragma unroll
   for (int u = 0; u < kTogether; ++u) {
     if (!wanted(u, &rank, &at)) continue;
-    const uint32_t* const word = e.leader + rank * stride + from + at;
-    for (; (values[u] & kPublished) == 0; values[u] = load_relaxed(word))
-      if (!patience.more()) return false;
-    values[u] &= ~kPublished;
-    atomicAdd(&all[at], values[u]);
-    if (rank < e.rank) atomicAdd(&before[at], values[u]);
+    const uint32_t value = values[u] & ~kPublished;
+    atomicAdd(&all[at], value);
+    if (rank < e.rank) atomicAdd(&before[at], value);
   }
   return true;
 }
