@@ -101,6 +101,9 @@ __device__ __noinline__ void copy_moves(const LayerView& v, int head, int moves,
 // What a block that ends adds to the count of those that have; the first of a cluster for all of it.
 constexpr uint32_t kEnded = 1, kMoved = 1u << 16, kGaveUp = 1u << 24;
 
+// Room on a multiprocessor, in registers: a block of 256 threads then fits beside one of the selection.
+constexpr int kShareBlocks = 4;
+
 // The last block to end hands the request over, with its rows when they are there.
 __device__ void finish(const Arguments& a, const Hand& hand, bool gave_up, bool moved) {
   __syncthreads();
@@ -122,7 +125,7 @@ __device__ void finish(const Arguments& a, const Hand& hand, bool gave_up, bool 
 
 template <bool kShared>
 __global__ void __cluster_dims__(kClusterBlocks)
-    __launch_bounds__(kShareThreads, 2) difference_kernel(const __grid_constant__ Arguments a) {
+    __launch_bounds__(kShareThreads, kShareBlocks) difference_kernel(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ Exchange exchange;
   __shared__ Scratch scratch;
@@ -151,6 +154,7 @@ __global__ void __cluster_dims__(kClusterBlocks)
     if (tid == 0) head = head_of(a.p, a.selected.bits, v, i);
     share.clear();
     __syncthreads();
+    share.note_recencies(head.refresh, 0);
     cluster_arrive();
     wait_for_earlier();
     share.load_selection(head);
@@ -209,6 +213,7 @@ cudaError_t difference(const PrefetchParams& p, const EngineRef& engine, const S
   const size_t bytes = a.layout.shared ? a.layout.bytes : 0;
   CLO_CUDA_RETURN(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                        cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+  CLO_CUDA_RETURN(share_multiprocessor(reinterpret_cast<const void*>(kernel)));
   cudaLaunchAttribute early = overlaps_earlier();
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(grid));

@@ -10,9 +10,11 @@
 
 namespace clo::cuda {
 
-// Of a thread: leaves room for a small block of the kernel ahead or of the next one, so that neither kernel waits for a
-// multiprocessor of its own to start.
-constexpr int kRegisters = 56;
+// Of a thread. What 48 leave takes a block of the difference (and of the lookup ahead), which then starts and loads its
+// slots behind this kernel instead of after it. More than 32 in any case: see launch in select_topk.cu. Where 48 would send
+// much to local memory, 56 leave room for a block of the lookup.
+template <Retriever kRetriever, int kSets, bool kFast>
+constexpr int kRegisters = kFast && (kRetriever == Retriever::kHata || kSets == 1) ? 48 : 56;
 constexpr int kOctave = 256;  // ranks of sign and exact by which scores differ by a factor of two
 constexpr uint64_t kTimeout = 2000000000;  // nanoseconds
 
@@ -47,7 +49,7 @@ __device__ __forceinline__ void check_operands(const SelectTopkParams& p, const 
 
 // kLocal: ranks are known to be in shared memory.
 template <Retriever kRetriever, int kSets, bool kFast, bool kLocal, typename T>
-__global__ void __maxnreg__(kRegisters) select_kernel(const __grid_constant__ SelectArguments a) {
+__global__ void __maxnreg__((kRegisters<kRetriever, kSets, kFast>)) select_kernel(const __grid_constant__ SelectArguments a) {
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ GroupFacts facts;
   __shared__ uint32_t warp_counts[2 * kWarps];

@@ -231,21 +231,22 @@ __device__ __forceinline__ void score_codes(const uint32_t* codes, const uint16_
       }
     }
     if constexpr (!kHata) {
+      const int self = thread_index() % 32, quarter = self % 4;  // lane and column, not kept in registers meanwhile
       // Sums over the four lanes of a key, scattered: each lane ends up with the keys of one group of 16.
       float two[2][2];
 #pragma unroll
       for (int i = 0; i < 2; ++i)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const float keep = column / 2 ? scores[2 + i][half] : scores[i][half];
-          const float give = column / 2 ? scores[i][half] : scores[2 + i][half];
+          const float keep = quarter / 2 ? scores[2 + i][half] : scores[i][half];
+          const float give = quarter / 2 ? scores[i][half] : scores[2 + i][half];
           two[i][half] = keep + __shfl_xor_sync(~0u, give, 2);
         }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float keep = column % 2 ? two[1][half] : two[0][half], give = column % 2 ? two[0][half] : two[1][half];
+        const float keep = quarter % 2 ? two[1][half] : two[0][half], give = quarter % 2 ? two[0][half] : two[1][half];
         const float score = keep + __shfl_xor_sync(~0u, give, 1);
-        const int key = first + column * 16 + half * 8 + row;
+        const int key = first + quarter * 16 + half * 8 + self / 4;
         if (key < n) put(key, score_rank(score));
       }
     }
