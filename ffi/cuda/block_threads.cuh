@@ -14,4 +14,11 @@ __device__ __forceinline__ int thread_index() {
   return index;
 }
 
+// blockIdx.x, the same way.
+__device__ __forceinline__ int block_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  return index;
+}
+
 }  // namespace clo::cuda

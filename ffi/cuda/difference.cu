@@ -27,13 +27,24 @@ struct Arguments {
   unsigned char* memory;  // [blocks][layout.bytes] unless layout.shared
 };
 
-__device__ LayerFlags* flags_of(const EngineRef& engine) {
-  return engine.flags == nullptr ? nullptr : engine.flags + *engine.layer.index;
-}
+// How the request is handed over; loaded when a block starts, for at its end nothing hides loads that depend on each other.
+struct Hand {
+  LayerFlags* flags;  // null: no transfers
+  uint32_t layer, sequence;
+  uint32_t max_delay_us;
+  bool serves;  // no resident kernel copies rows: this one does. The host writes the word between programs only
+};
 
-// No resident kernel copies rows: this one does. The host writes the word between programs only.
-__device__ bool serves(const EngineRef& engine) {
-  return engine.flags != nullptr && engine.control != nullptr && engine.control->resident == 0;
+__device__ Hand hand_of(const EngineRef& engine) {
+  Hand hand{};
+  hand.layer = static_cast<uint32_t>(*engine.layer.index);
+  if (engine.flags == nullptr) return hand;
+  hand.flags = engine.flags + hand.layer;
+  hand.sequence = hand.flags->posted + 1;
+  if (engine.control == nullptr) return hand;
+  hand.max_delay_us = engine.control->max_delay_us;
+  hand.serves = engine.control->resident == 0;
+  return hand;
 }
 
 // Two warps of the first block of a cluster decide for all: at the limit of a wait, blocks might see different things.
@@ -44,15 +55,15 @@ __device__ void decide(const Arguments& a, const LayerView& v, Exchange* exchang
     if (lane != 0) return;
     exchange->fit = fit;
     if (!fit && a.engine.error != nullptr) {
-      const LayerFlags* const flags = flags_of(a.engine);
-      fail(a.engine.error, Failure::kBadOperand, static_cast<uint32_t>(*a.engine.layer.index),
-           flags == nullptr ? 0 : flags->posted + 1);
+      const Hand hand = hand_of(a.engine);
+      fail(a.engine.error, Failure::kBadOperand, hand.layer, hand.sequence);
     }
   } else if (warp == kShareWarps - 2 && lane == 0) {
     // Normally attention has waited already. The first fill at the end of prefill is followed by another prefetch, which
     // must not rewrite a request that is being served.
-    LayerFlags* const flags = flags_of(a.engine);
-    exchange->ready = flags == nullptr || wait_ready(flags, a.engine.timeout_ns, a.engine.error);
+    LayerFlags* const flags = a.engine.flags;
+    exchange->ready =
+        flags == nullptr || wait_ready(flags + *a.engine.layer.index, a.engine.timeout_ns, a.engine.error);
   }
 }
 
@@ -90,37 +101,41 @@ __device__ __noinline__ void copy_moves(const LayerView& v, int head, int moves,
 // What a block that ends adds to the count of those that have; the first of a cluster for all of it.
 constexpr uint32_t kEnded = 1, kMoved = 1u << 16, kGaveUp = 1u << 24;
 
+// Room on a multiprocessor, in registers: a block of 256 threads then fits beside one of the selection.
+constexpr int kShareBlocks = 4;
+
 // The last block to end hands the request over, with its rows when they are there.
-__device__ void finish(const Arguments& a, bool gave_up, bool moved) {
+__device__ void finish(const Arguments& a, const Hand& hand, bool gave_up, bool moved) {
   __syncthreads();
   if (threadIdx.x != 0) return;
+  // Of a cluster by its first block, as `gave_up`; beside the count, not after it.
+  if (blockIdx.x % kClusterBlocks == 0 && a.engine.error != nullptr) gave_up = gave_up || load_relaxed(a.engine.error) != 0;
   const uint32_t mine = kEnded + (moved ? kMoved : 0) + (gave_up ? kGaveUp : 0);
   uint32_t before;  // releases what this block has written, acquires what others have
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(a.selected.finished), "r"(mine) : "memory");
   const uint32_t all = before + mine;
   if (all % kMoved != gridDim.x * kEnded || all >= kGaveUp) return;
-  if (a.engine.error != nullptr && load_acquire(a.engine.error) != 0) return;
   if (a.engine.counters != nullptr && all >= kMoved) atomicAdd(&a.engine.counters->requests, 1ull);
-  LayerFlags* const flags = flags_of(a.engine);
-  if (flags == nullptr) return;
-  const uint32_t sequence = flags->posted + 1;
-  store_release(&flags->posted, sequence);
-  if (!serves(a.engine)) return;
-  if (a.engine.control->max_delay_us > 0) late(*a.engine.control, flags->layer, sequence);
-  store_release(&flags->ready, sequence);
+  if (hand.flags == nullptr) return;
+  store_release(&hand.flags->posted, hand.sequence);
+  if (!hand.serves) return;
+  if (hand.max_delay_us > 0) late(*a.engine.control, hand.layer, hand.sequence);
+  store_release(&hand.flags->ready, hand.sequence);
 }
 
 template <bool kShared>
 __global__ void __cluster_dims__(kClusterBlocks)
-    __launch_bounds__(kShareThreads, 2) difference_kernel(const __grid_constant__ Arguments a) {
+    __launch_bounds__(kShareThreads, kShareBlocks) difference_kernel(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ Exchange exchange;
   __shared__ Scratch scratch;
   __shared__ Head head;
+  __shared__ Hand hand;
   __shared__ uint32_t missed[kMaxHeads / 32];
   const LayerView& v = a.engine.layer.views[*a.engine.layer.index];
   const int tid = threadIdx.x, heads = static_cast<int>(v.batch * v.kv_heads);
   Share<kShared> share(a.layout, shared, a.memory, &exchange, &scratch);
+  if (tid == 0) hand = hand_of(a.engine);
   if (share.rank() == 0) decide(a, v, &exchange);
   // Which heads have missed is known ahead of the wait: the kernel before last has told.
 #pragma unroll 1
@@ -139,6 +154,7 @@ __global__ void __cluster_dims__(kClusterBlocks)
     if (tid == 0) head = head_of(a.p, a.selected.bits, v, i);
     share.clear();
     __syncthreads();
+    share.note_recencies(head.refresh, 0);
     cluster_arrive();
     wait_for_earlier();
     share.load_selection(head);
@@ -148,8 +164,7 @@ __global__ void __cluster_dims__(kClusterBlocks)
     share.look_up_slots(v, head);
     cluster_barrier();
     const Outcome outcome = share.move(head);
-    const bool serve = serves(a.engine);
-    if (serve) {
+    if (hand.serves) {
       cluster_barrier();  // the request is complete
       copy_moves(v, i, outcome.moves, share.rank());
     }
@@ -157,15 +172,16 @@ __global__ void __cluster_dims__(kClusterBlocks)
       v.request.counts[i] = outcome.moves;
       v.slot_counts[i] = outcome.filled;
       v.refreshes[i] = head.refresh;
-      note_miss(a.engine.counters, head.n, outcome.moves, serve);
+      note_miss(a.engine.counters, head.n, outcome.moves, hand.serves);
       moved = moved || outcome.moves > 0;
     }
   }
   const bool gave_up = share.rank() == 0 && (exchange.fit & exchange.ready) == 0;
+  // By a cluster that has no head if there are any hits, and so ahead of the wait.
+  if (blockIdx.x == gridDim.x - kClusterBlocks && !gave_up) note_hits(a, v);
   wait_for_earlier();
-  if (blockIdx.x == 0 && !gave_up) note_hits(a, v);
   if (!proceed) cluster_barrier();  // nobody reads the memory of a block that has ended
-  finish(a, gave_up, moved);
+  finish(a, hand, gave_up, moved);
 }
 
 cudaError_t grid_size(int64_t heads, int* grid) {
@@ -197,6 +213,7 @@ cudaError_t difference(const PrefetchParams& p, const EngineRef& engine, const S
   const size_t bytes = a.layout.shared ? a.layout.bytes : 0;
   CLO_CUDA_RETURN(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                        cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+  CLO_CUDA_RETURN(share_multiprocessor(reinterpret_cast<const void*>(kernel)));
   cudaLaunchAttribute early = overlaps_earlier();
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(grid));

@@ -39,6 +39,13 @@ class Share {
     }
   }
 
+  // Of the loaded slots: not kept in registers until the selection is there.
+  __device__ void note_recencies(uint16_t refresh, int first) const {
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j)
+      if (mine_of(first, j) < slots_) recencies_[mine_of(first, j)] = static_cast<uint16_t>(recency_of(last_[j], refresh));
+  }
+
   __device__ void clear() const {
 #pragma unroll
     for (auto& histogram : exchange_.histogram) histogram[threadIdx.x] = 0;
@@ -66,11 +73,11 @@ class Share {
     for (int w = threadIdx.x; w < words_; w += kShareThreads) chosen += __popc(fresh_[w]);
     chosen = __reduce_add_sync(~0u, chosen);
     if (threadIdx.x % 32 == 0) atomicAdd(&exchange_.chosen, chosen);
-    const int refresh = h.refresh;
 #pragma unroll 1
     for (int first = 0; first < slots_; first += kBatch * kShareThreads) {
       if (first > 0) {
         load_slots(v, h.number, first);
+        note_recencies(h.refresh, first);
         load_selected(h, first);
       }
 #pragma unroll
@@ -78,12 +85,11 @@ class Share {
         const unsigned mine = mine_of(first, j);
         const int token = tokens_[j];
         const bool keep = selected_[j] >> (token & 31) & 1, other = token >= 0 && !keep;
-        const int recency = recency_of(last_[j], refresh);
+        const int recency = mine < slots_ ? recencies_[mine] : 0;
         if (keep) mark(static_cast<uint32_t>(token));
         if (other) atomicAdd(&exchange_.histogram[0][max(0, recency - kFirstRecency)], 1u);
         const uint32_t other_slots = __ballot_sync(~0u, other), kept_slots = __ballot_sync(~0u, keep);
         if (mine >= slots_) continue;
-        recencies_[mine] = static_cast<uint16_t>(recency);
         if (threadIdx.x % 32 == 0) slot_words_[mine / 32] = {other_slots, 0, kept_slots, 0};
       }
     }

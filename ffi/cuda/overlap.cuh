@@ -26,4 +26,11 @@ inline cudaLaunchAttribute overlaps_earlier() {
   return attribute;
 }
 
+// For kernels whose blocks are to be on a multiprocessor with those of their neighbours: all ask for the same division of
+// its memory, 132 KiB of 228 shared, for one that wants another division may have to wait until it is empty. A kernel whose
+// blocks need more gets more.
+inline cudaError_t share_multiprocessor(const void* kernel) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 58);
+}
+
 }  // namespace clo::cuda

@@ -172,6 +172,7 @@ cudaError_t encode_queries(const SelectTopkParams& p, const LookupRequest& looku
   const size_t bytes = static_cast<size_t>(p.head_dim * (kColumns + p.group)) * sizeof(float);
   CLO_CUDA_RETURN(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                        cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+  CLO_CUDA_RETURN(share_multiprocessor(reinterpret_cast<const void*>(kernel)));
   cudaLaunchAttribute attributes[2] = {overlaps_earlier(), {}};
   attributes[1].id = cudaLaunchAttributeClusterDimension;
   attributes[1].val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};

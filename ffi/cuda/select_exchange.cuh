@@ -13,6 +13,7 @@ namespace clo::cuda {
 
 constexpr int kGroups = 64;   // of bins
 constexpr int kMaxFine = 32;  // bins of a group
+constexpr int kMaxHeadBlocks = 64;  // that share one head
 constexpr uint32_t kPublished = 0x80000000u;
 
 constexpr int exchange_words(int fine) { return kGroups * (1 + fine); }
@@ -94,17 +95,32 @@ __device__ __forceinline__ bool add_up(const Exchange& e, int pass, int from, in
     if (static_cast<int>(threadIdx.x) < width) all[threadIdx.x] = e.counts[from + threadIdx.x];
     return true;
   }
+  constexpr int kTogether = 2 * kMaxHeadBlocks / kWarps;  // loads of a thread, all under way at once
   const int stride = exchange_words(e.fine), halves = pass == 0 ? 2 : 1;  // of a warp's width
-  const int thread = thread_index(), lane = thread % 32;
-#pragma unroll 1
-  for (int unit = thread / 32; unit < e.blocks * halves; unit += kWarps) {
-    const int rank = unit / halves, at = unit % halves * 32 + lane;
-    if (at >= width) continue;
-    const uint32_t* const word = e.leader + rank * stride + from + at;
-    uint32_t value = load_relaxed(word);
-    for (; (value & kPublished) == 0; value = load_relaxed(word))
-      if (!patience.more()) return false;
-    value &= ~kPublished;
+  const int thread = thread_index(), warp = thread / 32, lane = thread % 32;
+  const auto wanted = [&](int u, int* rank, int* at) {
+    const int unit = warp + u * kWarps;
+    *rank = unit / halves;
+    *at = unit % halves * 32 + lane;
+    return *rank < e.blocks && *at < width;
+  };
+  int rank, at;
+  uint32_t values[kTogether];
+  // One loop for all of them: a loop for each is code that every warp has to fetch.
+  for (;;) {
+    uint32_t there = kPublished;
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) {
+      values[u] = wanted(u, &rank, &at) ? load_relaxed(e.leader + rank * stride + from + at) : kPublished;
+      there &= values[u];
+    }
+    if (there != 0) break;
+    if (!patience.more()) return false;
+  }
+#pragma unroll
+  for (int u = 0; u < kTogether; ++u) {
+    if (!wanted(u, &rank, &at)) continue;
+    const uint32_t value = values[u] & ~kPublished;
     atomicAdd(&all[at], value);
     if (rank < e.rank) atomicAdd(&before[at], value);
   }

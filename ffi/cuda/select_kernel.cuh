@@ -10,9 +10,11 @@
 
 namespace clo::cuda {
 
-// Of a thread: leaves room for a small block of the kernel ahead or of the next one, so that neither kernel waits for a
-// multiprocessor of its own to start.
-constexpr int kRegisters = 56;
+// Of a thread. What 48 leave takes a block of the difference (and of the lookup ahead), which then starts and loads its
+// slots behind this kernel instead of after it. More than 32 in any case: see launch in select_topk.cu. Where 48 would send
+// much to local memory, 56 leave room for a block of the lookup.
+template <Retriever kRetriever, int kSets, bool kFast>
+constexpr int kRegisters = kFast && (kRetriever == Retriever::kHata || kSets == 1) ? 48 : 56;
 constexpr int kOctave = 256;  // ranks of sign and exact by which scores differ by a factor of two
 constexpr uint64_t kTimeout = 2000000000;  // nanoseconds
 
@@ -47,7 +49,7 @@ __device__ __forceinline__ void check_operands(const SelectTopkParams& p, const 
 
 // kLocal: ranks are known to be in shared memory.
 template <Retriever kRetriever, int kSets, bool kFast, bool kLocal, typename T>
-__global__ void __maxnreg__(kRegisters) select_kernel(const __grid_constant__ SelectArguments a) {
+__global__ void __maxnreg__((kRegisters<kRetriever, kSets, kFast>)) select_kernel(const __grid_constant__ SelectArguments a) {
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ GroupFacts facts;
   __shared__ uint32_t warp_counts[2 * kWarps];
@@ -64,7 +66,7 @@ __global__ void __maxnreg__(kRegisters) select_kernel(const __grid_constant__ Se
   uint32_t* const planes = reinterpret_cast<uint32_t*>(query + plan.query_bytes / sizeof(float));
   const GroupQuery group{query, planes, &facts};
   uint16_t* const part_ranks = reinterpret_cast<uint16_t*>(
-      kLocal || plan.shared_ranks ? shared + plan.ring_offset - plan.rank_bytes
+      kLocal || plan.shared_ranks ? shared + plan.stream_offset - plan.rank_bytes
                                   : a.ranks + static_cast<size_t>(block) * plan.rank_bytes);
   const Patience patience(a.options.error, a.options.timeout_ns != 0 ? a.options.timeout_ns : kTimeout,
                           a.options.rows.index);
@@ -82,15 +84,17 @@ __global__ void __maxnreg__(kRegisters) select_kernel(const __grid_constant__ Se
     Work w;
     if (!assign(p, a.kv_heads, &done, &heads, &w)) break;
     const int tid = thread_index();
+    if (tid == 0) work = w;
     uint16_t* const ranks = part_ranks + w.first % 32;  // as words of bits begin
     const int64_t token = static_cast<int64_t>(w.bh) * p.max_tokens + w.first;
-    CodeRing<kRetriever == Retriever::kSign> ring(shared + plan.ring_offset, plan.ring_slots, p.codes + token * words,
-                                                  p.factors + token, w.n);
-    if constexpr (kFast) ring.start();
+    CodeStream<kRetriever == Retriever::kSign> stream(shared + plan.stream_offset, p.codes + token * words,
+                                                      p.factors + token, w.n);
+    // With sign, loads of the projected queries come first if they are there: behind those of the codes they would wait.
+    const bool queries_first = kRetriever == Retriever::kSign && !a.early;
+    if (kFast && !queries_first) stream.start();
 #pragma unroll 1
     for (int i = tid; i < exchange_words(plan.fine); i += kThreads) counts[i] = 0;
     clear_totals(&totals);
-    if (tid == 0) work = w;
     if (tid < kMaxGroup) facts.sums[tid] = 0;
     if (!waited) wait_for_queries();
     waited = true;
@@ -102,7 +106,9 @@ __global__ void __maxnreg__(kRegisters) select_kernel(const __grid_constant__ Se
       load_queries<kSets>(static_cast<const T*>(p.query) + static_cast<int64_t>(w.bh) * G * D, p.lse + w.bh * G, p.scale,
                           group, G, D);
     } else if constexpr (kRetriever == Retriever::kSign) {
-      quantise<kSets>(a.encoded, static_cast<int64_t>(w.bh) * G, group, G, words, p.scale);
+      quantise<kSets>(a.encoded, static_cast<int64_t>(w.bh) * G, group, G, words, p.scale, [&](int turn) {
+        if (kFast && queries_first && turn < kWarps) stream.start();
+      });
     } else {
       base = empty_rank(encoded, G, words);
       if constexpr (!kFast) {
@@ -136,38 +142,38 @@ __global__ void __maxnreg__(kRegisters) select_kernel(const __grid_constant__ Se
       score_rows<kSets>(static_cast<const T*>(rows) + token * 2 * D, D, w.n, group, put);
     } else {
       score_codes<kRetriever, kSets, kFast>(p.codes + token * words, p.factors + token, words, w.n, group, encoded, base,
-                                            ring, put);
+                                            stream, put);
     }
     __syncthreads();
 
-    // Not kept in registers while keys are scored.
-    w = work;
-    const Exchange e{w.blocks, w.rank, plan.fine, counts,
-                     a.published + static_cast<int64_t>(w.leader) * exchange_words(plan.fine), &totals, &found};
+    // Not kept in registers while keys are scored and words awaited.
+    const Work& kept = work;
+    const Exchange e{kept.blocks, kept.rank, plan.fine, counts,
+                     a.published + static_cast<int64_t>(kept.leader) * exchange_words(plan.fine), &totals, &found};
     publish(e);
-    if (w.blocks == 1) __syncthreads();
-    find_threshold(e, w.k, patience);
+    if (kept.blocks == 1) __syncthreads();
+    find_threshold(e, kept.k, patience);
     Threshold threshold = found;
     bool ended = threshold.bin >= 0;
     const bool outside = (threshold.bin == 0 && origin > 0) || (threshold.bin == bins - 1 && origin + bins < plan.ranks);
     threshold.bin += origin;
     if (ended && outside) {
-      ended = search_all(e, part_ranks + w.first % 32, w.n, w.k, a.counters + w.leader * kCounterWords, patience);
+      ended = search_all(e, part_ranks + kept.first % 32, kept.n, kept.k, a.counters + kept.leader * kCounterWords, patience);
       threshold = found;
     }
     const int row_words = static_cast<int>((p.max_tokens + 31) / 32);
-    const Output out{p.indices == nullptr ? nullptr : p.indices + static_cast<int64_t>(w.bh) * p.k_max,
+    const Output out{p.indices == nullptr ? nullptr : p.indices + static_cast<int64_t>(kept.bh) * p.k_max,
                      a.options.selected_bits == nullptr ? nullptr
-                                                        : a.options.selected_bits + static_cast<int64_t>(w.bh) * row_words};
+                                                        : a.options.selected_bits + static_cast<int64_t>(kept.bh) * row_words};
     if (!ended) {
       // The error word says so. What reads the bits all the same finds a valid selection, an empty one.
-      if (out.bits != nullptr) clear_outside(out.bits, row_words, 0, 0, w.rank, w.blocks);
+      if (out.bits != nullptr) clear_outside(out.bits, row_words, 0, 0, kept.rank, kept.blocks);
       return;
     }
-    compact({part_ranks, w.first % 32, w.n, w.first / 32 * 32}, threshold, w.k, out, warp_counts);
-    if (out.bits != nullptr) clear_outside(out.bits, row_words, w.begin, w.end, w.rank, w.blocks);
+    compact({part_ranks, kept.first % 32, kept.n, kept.first / 32 * 32}, threshold, kept.k, out, warp_counts);
+    if (out.bits != nullptr) clear_outside(out.bits, row_words, kept.begin, kept.end, kept.rank, kept.blocks);
     if (out.indices != nullptr)
-      for (int i = w.k + w.rank * kThreads + thread_index(); i < p.k_max; i += w.blocks * kThreads) out.indices[i] = -1;
+      for (int i = kept.k + kept.rank * kThreads + thread_index(); i < p.k_max; i += kept.blocks * kThreads) out.indices[i] = -1;
     __syncthreads();
   }
 

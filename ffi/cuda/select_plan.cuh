@@ -9,11 +9,9 @@
 namespace clo::cuda {
 
 constexpr int kMaxBlocks = 160;     // of a grid
-constexpr int kMaxHeadBlocks = 64;  // that share one head
 constexpr int kBins = kGroups * kMaxFine;
 constexpr int kFastBits = 256;      // the usual number of hash bits
 constexpr size_t kMaxShared = 222 * 1024;
-constexpr size_t kGoodShared = 196 * 1024;  // leaves room for a small block of the kernel ahead or of the next one
 
 struct Plan {
   int ranks;          // number of different ranks
@@ -21,7 +19,7 @@ struct Plan {
   int part;           // most keys of a block, with those before the first word of bits
   bool shared_ranks;  // ranks fit in shared memory; else they are in the workspace
   int query_bytes, plane_bytes, shared_bytes;  // of shared memory
-  int ring_offset, ring_slots;                 // of 256-bit codes; 0 slots for others
+  int stream_offset;  // of 256-bit codes
   size_t rank_bytes;  // of one block
 };
 
@@ -45,15 +43,11 @@ inline Plan make_plan(const SelectTopkParams& p, int grid) {
   plan.plane_bytes = exact ? 0 : static_cast<int>((hata ? 1 : 4 * sets) * kPlanes * (R / 32) * sizeof(uint32_t));
   const size_t fixed =
       static_cast<size_t>(exchange_words(plan.fine)) * sizeof(uint32_t) + plan.query_bytes + plan.plane_bytes;
-  const size_t ring_slot = hata ? CodeRing<false>::kSlotBytes : CodeRing<true>::kSlotBytes;
-  const size_t slot = !exact && R == kFastBits ? ring_slot : 0;
-  plan.shared_ranks = align(fixed, 128) + plan.rank_bytes + slot <= kMaxShared;
-  plan.ring_offset = static_cast<int>(align(fixed, 128) + (plan.shared_ranks ? plan.rank_bytes : 0));
-  if (slot > 0)
-    plan.ring_slots =
-        std::clamp(static_cast<int>((static_cast<int64_t>(kGoodShared) - plan.ring_offset) / static_cast<int64_t>(slot)), 1,
-                   CodeRing<true>::kMaxSlots);
-  plan.shared_bytes = plan.ring_offset + plan.ring_slots * static_cast<int>(slot);
+  const size_t stream = hata ? CodeStream<false>::kBytes : CodeStream<true>::kBytes;
+  const size_t codes = !exact && R == kFastBits ? stream : 0;
+  plan.shared_ranks = align(fixed, 128) + plan.rank_bytes + codes <= kMaxShared;
+  plan.stream_offset = static_cast<int>(align(fixed, 128) + (plan.shared_ranks ? plan.rank_bytes : 0));
+  plan.shared_bytes = plan.stream_offset + static_cast<int>(codes);
   return plan;
 }
 

@@ -38,9 +38,10 @@ __device__ __forceinline__ float level_step(uint32_t largest) {
 }
 
 // sign: the planes of each query's levels, and its slope and offset. Begins after and ends with __syncthreads; facts.sums
-// are 0 before.
-template <int kSets>
-__device__ void quantise(const EncodedQueries& from, int64_t first, const GroupQuery& s, int G, int words, float scale) {
+// are 0 before. Calls loaded(i) when the loads of word number i have begun.
+template <int kSets, typename Loaded>
+__device__ __forceinline__ void quantise(const EncodedQueries& from, int64_t first, const GroupQuery& s, int G, int words,
+                                         float scale, Loaded loaded) {
   constexpr int kQueries = 4 * kSets;
   const int thread = thread_index(), lane = thread % 32;
   GroupFacts& facts = *s.facts;
@@ -50,9 +51,11 @@ __device__ void quantise(const EncodedQueries& from, int64_t first, const GroupQ
     uint32_t largest = 0;
     if (g < G) {
       z = __ldcg(from.z + (first + g) * 32 * words + word * 32 + lane);
-      for (int w = lane; w < words; w += 32) largest = max(largest, __ldcg(from.largest + (first + g) * words + w));
+      if (lane < words) largest = __ldcg(from.largest + (first + g) * words + lane);
+      for (int w = lane + 32; w < words; w += 32) largest = max(largest, __ldcg(from.largest + (first + g) * words + w));
     }
     const float offset = word == 0 && g < G ? __ldcg(from.offsets + first + g) : -CUDART_INF_F;
+    loaded(i);
     const float step = level_step(__reduce_max_sync(~0u, largest));
     const int level = step > 0 ? max(-7, min(7, __float2int_rn(__fdiv_rn(z, step)))) : 0;
 #pragma unroll

@@ -55,100 +55,88 @@ struct Columns {
   }
 };
 
-// 256-bit codes on their way to shared memory, and factors with them for sign, `slots` steps ahead of their scoring. Each
-// warp has slots of its own.
+// 256-bit codes on their way to shared memory, and factors with them for sign, one step ahead of their scoring. Each warp
+// has a slot of its own. More steps ahead are slower: what is in flight already covers the latency of memory (64 KiB on a
+// multiprocessor), and the rest only delays the loads of what a block begins with.
 template <bool kFactors>
-class CodeRing {
+class CodeStream {
  public:
   static constexpr int kCodeBytes = kStep * 32;
   static constexpr int kFactorBytes = kFactors ? kStep * 2 + 16 : 0;  // begins at a word: up to one more than kStep
-  static constexpr int kSlotBytes = kWarps * (kCodeBytes + kFactorBytes);
-  static constexpr int kMaxSlots = 3;
+  static constexpr int kBytes = kWarps * (kCodeBytes + kFactorBytes);
 
-  __device__ CodeRing(unsigned char* memory, int slots, const uint32_t* codes, const uint16_t* factors, int n)
-      : slots_(slots), codes_(codes), n_(n) {
-    const int thread = thread_index();
-    lane_ = thread % 32;
-    next_ = thread / 32 * kStep;
-    memory_ = memory + thread / 32 * (kCodeBytes + kFactorBytes);
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy_));
+  __device__ CodeStream(unsigned char* memory, const uint32_t* codes, const uint16_t* factors, int n) {
+    const int thread = thread_index(), lane = thread % 32, first = thread / 32 * kStep;
+    slot_ = memory + thread / 32 * (kCodeBytes + kFactorBytes);
+    codes_ = codes + first * 8 + lane * 4;
+    left_ = n - first - lane / 2;
     if constexpr (kFactors) {
       odd_ = reinterpret_cast<uintptr_t>(factors) / 2 % 2;
-      factors_ = factors - odd_;
+      factors_ = factors - odd_ + first + 2 * lane;
     }
   }
 
-  // Starts the copies of the first steps.
+  // Starts the copies of the next step.
   __device__ __forceinline__ void start() {
-#pragma unroll 1
-    for (int slot = 0; slot < slots_; ++slot) fetch(slot);
+    const int lane = thread_index() % 32;
+    const uint32_t slot = shared_address(slot_);
+    uint64_t policy;  // codes are read once: they must not push what is small and read often out of L2
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#pragma unroll
+    for (int i = 0; i < kStep / 16; ++i)
+      if (left_ > i * 16)
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(slot + lane * 16 + i * 512),
+                     "l"(codes_ + i * 128), "l"(policy)
+                     : "memory");
+    if constexpr (kFactors) {
+      const int left = left_ + lane / 2 + odd_ - 2 * lane;
+      fetch_factors(slot + kCodeBytes + lane * 4, factors_, left);
+      if (lane == 0) fetch_factors(slot + kCodeBytes + kStep * 2, factors_ + kStep, left - kStep);
+      factors_ += kWarps * kStep;
+    }
+    codes_ += kWarps * kStep * 8;
+    left_ -= kWarps * kStep;
+    asm volatile("cp.async.commit_group;" ::: "memory");
   }
 
-  // Waits for the next step's codes, gets this lane's words of keys 8·l + lane / 4 and the factors of keys lane and
-  // lane + 32, and starts the copy that takes their slot.
+  // Waits for the step's codes, gets this lane's words of keys 8·l + lane / 4 and the factors of keys lane and lane + 32,
+  // and starts the copies of the next one.
   __device__ __forceinline__ void take(uint2 (&words)[kStep / 8], uint16_t (&factors)[2]) {
-    if (slots_ == 1) asm volatile("cp.async.wait_group 0;" ::: "memory");
-    else if (slots_ == 2) asm volatile("cp.async.wait_group 1;" ::: "memory");
-    else asm volatile("cp.async.wait_group 2;" ::: "memory");
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
     __syncwarp();
-    const unsigned char* const slot = memory_ + slot_ * kSlotBytes;
-    const uint2* from = reinterpret_cast<const uint2*>(slot) + lane_;
+    const int lane = thread_index() % 32;
+    const uint2* from = reinterpret_cast<const uint2*>(slot_) + lane;
 #pragma unroll
     for (int l = 0; l < kStep / 8; ++l) words[l] = from[l * 32];
     if constexpr (kFactors) {
-      const uint16_t* f = reinterpret_cast<const uint16_t*>(slot + kCodeBytes) + odd_ + lane_;
+      const uint16_t* f = reinterpret_cast<const uint16_t*>(slot_ + kCodeBytes) + odd_ + lane;
       factors[0] = f[0];
       factors[1] = f[32];
     }
     __syncwarp();
-    fetch(slot_);
-    slot_ = slot_ + 1 == slots_ ? 0 : slot_ + 1;
+    start();
   }
 
  private:
-  // The copies of the next step that have not been started, into a slot.
-  __device__ __forceinline__ void fetch(int to) {
-    const int lane = lane_, first = next_;
-    next_ += kWarps * kStep;
-    const uint32_t slot = shared_address(memory_ + to * kSlotBytes);
-    const uint32_t* from = codes_ + static_cast<int64_t>(first) * 8 + lane * 4;
-#pragma unroll
-    for (int i = 0; i < kStep / 16; ++i)
-      if (first + i * 16 + lane / 2 < n_)
-        asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(slot + lane * 16 + i * 512),
-                     "l"(from + i * 128), "l"(policy_)
-                     : "memory");
-    if constexpr (kFactors) {
-      fetch_factors(slot + kCodeBytes, first, lane);
-      if (lane == 0) fetch_factors(slot + kCodeBytes, first, 32);
-    }
-    asm volatile("cp.async.commit_group;" ::: "memory");
-  }
-
-  // Two factors from an address that is a multiple of 4 bytes; the second is left out where there is none.
+  // Two factors from an address that is a multiple of 4 bytes, of `left` that there are.
   // Without a cache policy: nvcc 13.0 encodes a copy of 4 bytes with one wrongly ("illegal instruction").
-  __device__ __forceinline__ void fetch_factors(uint32_t to, int first, int pair) const {
-    const int left = n_ + odd_ - first - 2 * pair;
+  __device__ __forceinline__ static void fetch_factors(uint32_t to, const uint16_t* from, int left) {
     if (left > 0)
-      asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to + pair * 4), "l"(factors_ + first + 2 * pair),
-                   "r"(left > 1 ? 4 : 2)
-                   : "memory");
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(left > 1 ? 4 : 2) : "memory");
   }
 
-  unsigned char* memory_;
-  int slots_;
-  const uint32_t* codes_;
-  int n_, lane_, next_, slot_ = 0, odd_ = 0;
+  unsigned char* slot_;
+  const uint32_t* codes_;    // the lane's, of the next step
+  int left_, odd_ = 0;       // keys from the lane's first of that step on; factors begin in the middle of a word
   const uint16_t* factors_ = nullptr;
-  uint64_t policy_;  // codes are read once: they must not push what is small and read often out of L2
 };
 
-// Ranks of keys [0, n) by code: put(key, rank) for each, by any thread. kFast: 256 bits, and `ring` has been started.
+// Ranks of keys [0, n) by code: put(key, rank) for each, by any thread. kFast: 256 bits, and `stream` has been started.
 // hata: `base` is the rank of an empty code, and with kFast the planes are those in `encoded_planes`, not s.planes.
 template <Retriever kRetriever, int kSets, bool kFast, typename Put>
 __device__ __forceinline__ void score_codes(const uint32_t* codes, const uint16_t* factors, int words, int n,
                                             const GroupQuery& s, const uint32_t* encoded_planes, int base,
-                                            CodeRing<kRetriever == Retriever::kSign>& ring, Put put) {
+                                            CodeStream<kRetriever == Retriever::kSign>& stream, Put put) {
   using C = Columns<kRetriever, kSets>;
   constexpr bool kHata = kRetriever == Retriever::kHata;
   constexpr int kGroups = kStep / 16;
@@ -181,7 +169,7 @@ __device__ __forceinline__ void score_codes(const uint32_t* codes, const uint16_
     uint2 code[kFast ? kStep / 8 : 1];
     uint16_t bits[2] = {};
     if constexpr (kFast) {
-      ring.take(code, bits);
+      stream.take(code, bits);
     } else if constexpr (!kHata) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) bits[i] = first + i * 32 + lane < n ? __ldcs(factors + first + i * 32 + lane) : 0;
@@ -243,21 +231,22 @@ __device__ __forceinline__ void score_codes(const uint32_t* codes, const uint16_
       }
     }
     if constexpr (!kHata) {
+      const int self = thread_index() % 32, quarter = self % 4;  // lane and column, not kept in registers meanwhile
       // Sums over the four lanes of a key, scattered: each lane ends up with the keys of one group of 16.
       float two[2][2];
 #pragma unroll
       for (int i = 0; i < 2; ++i)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const float keep = column / 2 ? scores[2 + i][half] : scores[i][half];
-          const float give = column / 2 ? scores[i][half] : scores[2 + i][half];
+          const float keep = quarter / 2 ? scores[2 + i][half] : scores[i][half];
+          const float give = quarter / 2 ? scores[i][half] : scores[2 + i][half];
           two[i][half] = keep + __shfl_xor_sync(~0u, give, 2);
         }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float keep = column % 2 ? two[1][half] : two[0][half], give = column % 2 ? two[0][half] : two[1][half];
+        const float keep = quarter % 2 ? two[1][half] : two[0][half], give = quarter % 2 ? two[0][half] : two[1][half];
         const float score = keep + __shfl_xor_sync(~0u, give, 1);
-        const int key = first + column * 16 + half * 8 + row;
+        const int key = first + quarter * 16 + half * 8 + self / 4;
         if (key < n) put(key, score_rank(score));
       }
     }

@@ -88,8 +88,8 @@ cudaError_t make_arguments(const SelectTopkParams& p, void* workspace, SelectArg
   return cudaSuccess;
 }
 
-// The blocks of a head wait for each other, so all of the grid must come to run. It does: a block takes a multiprocessor to
-// itself, of which the grid leaves kTransferBlocks to the transfer kernel; earlier kernels of the stream end, for they do
+// The blocks of a head wait for each other, so all of the grid must come to run. It does: there is a multiprocessor for each
+// block (no two fit on one), kTransferBlocks are left to the transfer kernel; earlier kernels of the stream end, for they do
 // not wait for this one; and later ones start when every block of this one has let them (wait_for_queries) and so runs.
 // Should another stream hold multiprocessors for good all the same, the waits end with the time limit.
 cudaError_t launch(const SelectTopkParams& p, const SelectOptions& options, void* workspace, bool early,
@@ -102,6 +102,7 @@ cudaError_t launch(const SelectTopkParams& p, const SelectOptions& options, void
   const auto bytes = static_cast<size_t>(a.plan.shared_bytes);
   CLO_CUDA_RETURN(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                        cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+  CLO_CUDA_RETURN(share_multiprocessor(reinterpret_cast<const void*>(kernel)));
   cudaLaunchAttribute overlap = overlaps_earlier();
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(a.grid));

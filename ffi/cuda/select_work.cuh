@@ -57,7 +57,7 @@ class Heads {
   }
 
  private:
-  static constexpr int kHeld = 4;
+  static constexpr int kHeld = 1;
 
   __device__ __forceinline__ uint32_t mask(int first) const {
     const int head = first + thread_index() % 32;
@@ -96,9 +96,9 @@ __device__ __forceinline__ bool assign(const SelectTopkParams& p, Divisor kv_hea
   *heads = selecting.count();
   if (*heads == 0) return false;
   w->blocks = max(1, min(kMaxHeadBlocks, quotient(gridDim.x, *heads - *done)));
-  const int index = quotient(blockIdx.x, w->blocks), round = quotient(gridDim.x, w->blocks);
-  w->rank = static_cast<int>(blockIdx.x) - index * w->blocks;
-  w->leader = static_cast<int>(blockIdx.x) - w->rank;
+  const int block = block_index(), index = quotient(block, w->blocks), round = quotient(gridDim.x, w->blocks);
+  w->rank = block - index * w->blocks;
+  w->leader = block - w->rank;
   w->bh = index < min(*heads - *done, round) ? selecting.nth(*done + index) : -1;
   *done += round;
   if (w->bh < 0) return false;
