@@ -87,7 +87,7 @@ class Model:
 
 def gate_settings(model: Model, changes: Mapping[str, Any]) -> GateSettings:
     """The settings for a model: no prompt is longer than its context."""
-    base = GateSettings.small() if model.small else GateSettings()
+    base = GateSettings()
     return dataclasses.replace(base, **{"lengths": model.lengths(*base.lengths), "seed": model.seed, **changes})
 
 

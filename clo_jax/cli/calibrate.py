@@ -34,7 +34,7 @@ def calibrate(
         typer.Option("--small/--full", help="Short prompts, few steps.", show_default="--small without a GPU"),
     ] = None,
     per: Annotated[str, typer.Option(metavar="kv|query", help="A gate for each KV head or each query head.")] = "kv",
-    steps: Annotated[int | None, typer.Option(help="Of the gates.", show_default="60; 1000 with --full")] = None,
+    steps: Annotated[int | None, typer.Option(help="Of the gates.", show_default="60")] = None,
     batch: Annotated[list[int] | None, typer.Option(help="Of --costs; may be repeated.", show_default="1")] = None,
     context: Annotated[
         list[int] | None,

@@ -17,7 +17,7 @@ from clo_jax.ops import causal_attention
 from tests import tiny
 from tests.calibrate import planted_head as planted
 
-SETTINGS = GateSettings.small(sink=4, recent=16, steps=40, rate=0.1, lengths=(96,))
+SETTINGS = GateSettings(sink=4, recent=16, steps=40, rate=0.1, lengths=(96,))
 
 
 def random_example(length, answers=5, seed=0):
@@ -173,7 +173,7 @@ def test_a_state_of_other_settings_is_refused_by_name(tmp_path):
 )
 def test_settings_are_checked(changes, named):
     with pytest.raises(ValueError, match=named):
-        GateSettings.small(**changes)
+        GateSettings(**changes)
 
 
 def test_no_examples():

@@ -1,6 +1,7 @@
 """clo-jax calibrate on a tiny checkpoint: parts, provenance, what is picked up afterwards, wrong calls."""
 
 import dataclasses
+import functools
 import json
 import shutil
 
@@ -32,7 +33,7 @@ def checkpoint(made):
 def short(monkeypatch):
     """Prompts that are short for a tokenizer of single bytes, and few."""
     small = dict(sink=4, recent=16, steps=3, rate=0.1, needles=1, words=1, lengths=(700,), examples=2)
-    monkeypatch.setattr(GateSettings, "small", classmethod(lambda cls, **changes: cls(**{**small, **changes})))
+    monkeypatch.setattr(parts, "GateSettings", functools.partial(GateSettings, **small))
 
 
 def test_gates_are_written_and_picked_up(run, checkpoint):
