@@ -119,9 +119,10 @@ def model(config, small):
 
 def test_prompts_fit_the_model():
     settings = parts.gate_settings(model(tiny.LLAMA, False), {"rate": 0.5})
-    assert (settings.lengths, settings.seed, settings.steps, settings.rate) == ((2000,), 7, 1000, 0.5)
+    assert (settings.lengths, settings.seed, settings.steps, settings.rate) == ((700,), 7, 3, 0.5)
+    short = dataclasses.replace(tiny.LLAMA, max_position_embeddings=600)
+    assert parts.gate_settings(model(short, False), {}).lengths == (570,)
     short = dataclasses.replace(tiny.LLAMA, max_position_embeddings=1000)
-    assert parts.gate_settings(model(short, False), {}).lengths == (950,)
     assert model(short, True).lengths(500, 900, 1500) == (500, 900)
     with pytest.raises(ValueError, match="parts: got none"):
         runs.calibrate("nowhere", runs.Parts(), small=True)
