@@ -27,7 +27,17 @@ QWEN = dataclasses.replace(LLAMA, architecture="qwen2", num_heads=5, num_kv_head
 
 
 def params(config: ModelConfig, seed: int = 0, dtype=jnp.float32):
-    return models.random_params(config, jax.random.key(seed), dtype)
+    """Distributed as `models.random_params`, but drawn by NumPy: JAX compiles seconds for a tiny model's."""
+    r = np.random.default_rng(seed)
+
+    def draw(path, leaf):
+        kind = path[-1].key
+        if kind == "scale":
+            return jnp.ones(leaf.shape, dtype)
+        std = 0.02 if kind == "bias" else leaf.shape[-1 if kind == "embedding" else 0] ** -0.5
+        return jnp.asarray(r.normal(size=leaf.shape) * std, dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, models.abstract_params(config, dtype))
 
 
 def prompt(length: int, seed: int = 0, vocab: int = 256) -> list[int]:

@@ -32,7 +32,7 @@ def test_donated_state_is_updated_in_place():
         assert_close(got_part, want)
 
 
-def test_a_loop_holds_no_copy_of_the_state():
+def test_a_loop_holds_no_copy_of_the_state(fresh_programs):
     case = make(12, B=1, Ko=2, Kr=2, G=3, D=64, R=64, S=4096, T=80, C=64, position=100, flushed=90)
     a = case.args
     with engine_for(case) as engine:

@@ -94,7 +94,7 @@ def test_large_scores_stay_finite():
     close(got, reference(q * 1e4, k, v, lengths), jnp.float32, tolerance=1e-3)
 
 
-def test_memory_is_bounded_by_the_chunk():
+def test_memory_is_bounded_by_the_chunk(fresh_programs):
     def bytes_of(N):
         shapes = [jax.ShapeDtypeStruct((1, N, heads, 64), jnp.float32) for heads in (8, 2, 2)]
         compiled = jax.jit(op.prefill_attention).lower(*shapes, jax.ShapeDtypeStruct((1,), jnp.int32)).compile()

@@ -132,7 +132,7 @@ def test_thresholds_decide(llama):
         assert tiny.run(tiny.LLAMA, llama, policy, engine, prompts, 32).metrics().hit_rate == 0.0
 
 
-def test_decode_keeps_every_call_and_holds_no_cache_sized_temporary(llama):
+def test_decode_keeps_every_call_and_holds_no_cache_sized_temporary(llama, fresh_programs):
     config, clo = tiny.LLAMA, dataclasses.replace(SMALL, resident_heads=((0, (0, 1)), (1, (0,))))
     with tiny.clo_policy(config, clo, 1, 4096) as (policy, engine):
         tables = policy.tables()
