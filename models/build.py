@@ -56,9 +56,9 @@ def merge_layer(config: ModelConfig, params: Params) -> DecoderLayer:
 
 def random_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype) -> Params:
     """Random parameters: kernels normal with variance 1 / fan-in, biases normal (0.02), norms one."""
+    return _random(config, jnp.dtype(dtype), key)
 
-    @jax.jit
-    def initialise(key: jax.Array) -> Params:
-        return nnx.to_pure_dict(nnx.state(_initialise(config, jnp.dtype(dtype), nnx.Rngs(params=key))))
 
-    return initialise(key)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _random(config: ModelConfig, dtype: jnp.dtype, key: jax.Array) -> Params:
+    return nnx.to_pure_dict(nnx.state(_initialise(config, dtype, nnx.Rngs(params=key))))

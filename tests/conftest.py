@@ -38,3 +38,10 @@ def fresh_programs():
     yield
     jax.config.update("jax_enable_compilation_cache", True)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_of_one_file():
+    """A process that keeps every program of a run takes gigabytes; another file gets what it shares from the cache."""
+    yield
+    jax.clear_caches()

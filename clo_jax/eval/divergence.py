@@ -19,7 +19,7 @@ import numpy as np
 from clo_jax.checkpoints import read_info
 from clo_jax.config import ModelConfig
 from clo_jax.errors import CloError
-from clo_jax.eval.budget import clo_shares
+from clo_jax.eval.budget import shares
 from clo_jax.eval.haystack import haystack
 from clo_jax.eval.runner import Bar, no_bar
 from clo_jax.eval.variants import Variant
@@ -161,9 +161,7 @@ def _measure(
                 same.extend(own.argmax(axis=1) == full.argmax(axis=1))
                 advance(len(logits))
                 metrics = costs
-            selected = attended = 1.0 if variant.attention == "full" else None
-            if variant.clo is not None:
-                selected, attended = clo_shares(config, variant.clo, said, prefix, len(kl) + 1)
+            selected, attended = shares(config, variant.load, said, prefix, len(kl) + 1)
             found.append(
                 Divergence(
                     variant.name, variant.attention, variant.sparsity, length, math.exp(np.mean(losses)),

@@ -15,7 +15,7 @@ from clo_jax.config import ModelConfig
 from clo_jax.errors import CloError
 from clo_jax.eval import metrics, samples
 from clo_jax.eval.answers import Answer, AnswerFile, Key, digest
-from clo_jax.eval.budget import clo_shares
+from clo_jax.eval.budget import shares
 from clo_jax.eval.samples import PromptFormat, Sample, Task
 from clo_jax.eval.sources import Sources
 from clo_jax.eval.variants import Variant
@@ -214,13 +214,9 @@ class _Asking:
         described, answers = llm.describe(), []
         for sample, generation in zip(batch, llm.generate(ids, max_new_tokens=task.answer_tokens), strict=True):
             found = generation.metrics
-            selected = attended = None
-            if self.variant.attention == "full":
-                selected = attended = 1.0
-            elif self.variant.clo is not None:
-                selected, attended = clo_shares(
-                    self.config, self.variant.clo, described, generation.prompt_tokens, generation.completion_tokens
-                )
+            selected, attended = shares(
+                self.config, self.variant.load, described, generation.prompt_tokens, generation.completion_tokens
+            )
             moved = None if found.backend is None else found.rows_moved / len(batch)
             answers.append(
                 Answer(

@@ -20,11 +20,6 @@ class Variant:
     sparsity: float | None
     load: Mapping[str, Any]
 
-    @property
-    def clo(self) -> CloConfig | None:
-        """The configuration, for policies that select by it."""
-        return self.load.get("clo") if self.load["attention"] == "clo" else None
-
 
 FULL = Variant("full", "full", None, {"attention": "full"})
 

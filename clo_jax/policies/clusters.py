@@ -24,9 +24,10 @@ class Clusters(NamedTuple):
     labels: jax.Array  # [N] int32: cluster of each token, -1: in none
 
 
-def num_clusters(count: jax.Array, per_cluster: int) -> jax.Array:
-    """Clusters of `count` tokens: one in `per_cluster`, rounded, at least one where there are tokens."""
-    return jnp.where(count > 0, jnp.maximum((count + per_cluster // 2) // per_cluster, 1), 0)
+def num_clusters(count, per_cluster: int, xp=jnp):
+    """Clusters of `count` tokens (int32): one in `per_cluster`, rounded, at least one where there are tokens. `xp`: jnp
+    or, outside of programs, np."""
+    return xp.where(count > 0, xp.maximum((count + per_cluster // 2) // per_cluster, 1), 0)
 
 
 def cluster(

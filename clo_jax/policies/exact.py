@@ -30,6 +30,7 @@ from clo_jax.policies import dense
 from clo_jax.policies.base import LayerState, Position, Prefilled, Shared, Tables
 from clo_jax.policies.full import pad_tokens
 from clo_jax.policies.geometry import RivalLayout
+from clo_jax.policies.rival import Reads
 from clo_jax.rivals import ExactConfig
 
 
@@ -48,6 +49,12 @@ class ExactPolicy:
         """The layout for a batch."""
         layout = RivalLayout.of(model, batch, max_tokens, dtype)
         return layout.with_bytes({"resident rows": max_tokens * layout.row_bytes}, 0)
+
+    def reads(self, prompt_tokens: int, cached: np.ndarray) -> Reads:
+        """As `HostPolicy.reads`."""
+        most = np.ceil(self.config.sparsity * self.layout.max_tokens)
+        count = np.minimum(np.ceil(np.float32(self.config.sparsity) * (cached + 1).astype(np.float32)), most)
+        return Reads(count, count)
 
     def tables(self) -> tuple[Tables, ...]:
         return ({},) * self.layout.num_layers

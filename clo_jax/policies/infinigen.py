@@ -47,19 +47,21 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from clo_jax.config import ModelConfig
 from clo_jax.policies import dense
-from clo_jax.policies.base import LayerState, Position, Prefilled, Shared, Tables
+from clo_jax.policies.base import LayerState, Position, Prefilled, Shared
 from clo_jax.policies.exact import write_row
-from clo_jax.policies.full import FullPolicy, pad_tokens
+from clo_jax.policies.full import pad_tokens
 from clo_jax.policies.geometry import RivalLayout
 from clo_jax.policies.host_rows import HostRows, call
+from clo_jax.policies.rival import HostPolicy, Reads
 from clo_jax.rivals import InfiniGenConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class InfiniGenPolicy:
+class InfiniGenPolicy(HostPolicy):
     """See the module docstring. `rows`: the handle of its HostRows.
 
     State of a layer, P the pool: projection [B, K, D, r] float32, partial keys [B, K, P, r], fetched rows
@@ -121,22 +123,14 @@ class InfiniGenPolicy:
         """Rows of the staging buffer of a head."""
         return min(math.ceil(self.config.sparsity * self.layout.max_tokens), self.pool)
 
-    def tables(self) -> tuple[Tables, ...]:
-        return ({},) * self.layout.num_layers
-
-    def layer_kind(self, layer: int) -> str:
-        return "resident" if layer < self.layout.full_layers else "offloaded"
-
-    def allocate(self) -> Shared:
-        return {"token": jnp.zeros((1,), jnp.uint32)}
+    def reads(self, prompt_tokens: int, cached: np.ndarray) -> Reads:
+        stored = np.minimum(cached, self.pool)
+        count = np.minimum(np.ceil(np.float32(self.config.sparsity) * stored.astype(np.float32)), self.most)
+        return Reads(count, count + 1)
 
     # --- prefill ----------------------------------------
 
-    def absorb(
-        self, kind: str, tables: Tables, prompt: Prefilled, layer: jax.Array, shared: Shared
-    ) -> tuple[LayerState, Shared]:
-        if kind == "resident":
-            return FullPolicy(self.layout.full).absorb(kind, tables, prompt, layer, shared)
+    def absorb_own(self, prompt: Prefilled, layer: jax.Array, shared: Shared) -> tuple[LayerState, Shared]:
         lay, P = self.layout, self.pool
         B, K, D, dtype = lay.batch, lay.num_kv_heads, lay.head_dim, prompt.rows.dtype
         kept = jnp.minimum(prompt.lengths, P)
@@ -161,12 +155,10 @@ class InfiniGenPolicy:
 
     # --- decode ----------------------------------------
 
-    def prefetch(
-        self, layer: int, tables: Tables, query: jax.Array, at: Position, state: LayerState, shared: Shared
+    def prefetch_own(
+        self, layer: int, query: jax.Array, at: Position, state: LayerState, shared: Shared
     ) -> tuple[LayerState, Shared]:
         """Speculates and fetches: every selected row of every head, at every step."""
-        if self.layer_kind(layer) == "resident":
-            return state, shared
         lay = self.layout
         guess = project(dense.grouped(query, lay.num_kv_heads), state["projection"]).astype(state["partial"].dtype)
         stored = jnp.minimum(at.position, self.pool)
@@ -187,12 +179,9 @@ class InfiniGenPolicy:
             state["uses"] = add(state["uses"], index, chosen.astype(jnp.int32))
         return state, shared | {"token": token}
 
-    def attend(
-        self, layer: int, tables: Tables, q: jax.Array, k: jax.Array, v: jax.Array, at: Position, state: LayerState,
-        shared: Shared,
-    ) -> tuple[jax.Array, LayerState, Shared]:  # fmt: skip
-        if self.layer_kind(layer) == "resident":
-            return FullPolicy(self.layout.full).attend(layer, tables, q, k, v, at, state, shared)
+    def attend_own(
+        self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, at: Position, state: LayerState, shared: Shared
+    ) -> tuple[jax.Array, LayerState, Shared]:
         lay = self.layout
         query, new = dense.grouped(q, lay.num_kv_heads), jnp.stack([k, v], axis=2)
         out = dense.attend(

@@ -53,19 +53,19 @@ import numpy as np
 
 from clo_jax.config import ModelConfig
 from clo_jax.policies import dense, kmeans
-from clo_jax.policies.base import LayerState, Position, Prefilled, Shared, Tables
+from clo_jax.policies.base import LayerState, Position, Prefilled, Shared
 from clo_jax.policies.block_cache import BlockRows
 from clo_jax.policies.clo import take_tail
 from clo_jax.policies.exact import write_row
-from clo_jax.policies.full import FullPolicy
 from clo_jax.policies.geometry import RivalLayout
 from clo_jax.policies.host_rows import call
 from clo_jax.policies.ring import held_tokens, ring_place
+from clo_jax.policies.rival import HostPolicy, Reads
 from clo_jax.rivals import PQCacheConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class PQCachePolicy:
+class PQCachePolicy(HostPolicy):
     """See the module docstring. `rows`: the handle of its BlockRows.
 
     State of a layer, m sub-vectors of d = D/m values, C centroids, T = sink + window: centroids [B, K, m, C, d]
@@ -129,22 +129,16 @@ class PQCachePolicy:
         """The first token of the window at a context of `length` tokens; those from the sink to it are candidates."""
         return jnp.maximum(length - sizes(self.config, length)[0], self.config.sink_tokens)
 
-    def tables(self) -> tuple[Tables, ...]:
-        return ({},) * self.layout.num_layers
-
-    def layer_kind(self, layer: int) -> str:
-        return "resident" if layer < self.layout.full_layers else "offloaded"
-
-    def allocate(self) -> Shared:
-        return {"token": jnp.zeros((1,), jnp.uint32)}
+    def reads(self, prompt_tokens: int, cached: np.ndarray) -> Reads:
+        length, sink = cached + 1, self.config.sink_tokens
+        recent, selected = sizes(self.config, length, np)
+        begin = np.maximum(length - recent, sink)
+        selected = np.minimum(selected, np.maximum(begin - sink, 0))
+        return Reads(selected, np.minimum(sink, length) + np.maximum(length - begin, 0) + selected)
 
     # --- prefill ----------------------------------------
 
-    def absorb(
-        self, kind: str, tables: Tables, prompt: Prefilled, layer: jax.Array, shared: Shared
-    ) -> tuple[LayerState, Shared]:
-        if kind == "resident":
-            return FullPolicy(self.layout.full).absorb(kind, tables, prompt, layer, shared)
+    def absorb_own(self, prompt: Prefilled, layer: jax.Array, shared: Shared) -> tuple[LayerState, Shared]:
         lay, config = self.layout, self.config
         B, K, D = lay.batch, lay.num_kv_heads, lay.head_dim
         first = jnp.minimum(prompt.lengths, config.sink_tokens)
@@ -165,18 +159,9 @@ class PQCachePolicy:
 
     # --- decode ----------------------------------------
 
-    def prefetch(
-        self, layer: int, tables: Tables, query: jax.Array, at: Position, state: LayerState, shared: Shared
-    ) -> tuple[LayerState, Shared]:
-        """Nothing: the selection waits for the exact query."""
-        return state, shared
-
-    def attend(
-        self, layer: int, tables: Tables, q: jax.Array, k: jax.Array, v: jax.Array, at: Position, state: LayerState,
-        shared: Shared,
-    ) -> tuple[jax.Array, LayerState, Shared]:  # fmt: skip
-        if self.layer_kind(layer) == "resident":
-            return FullPolicy(self.layout.full).attend(layer, tables, q, k, v, at, state, shared)
+    def attend_own(
+        self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, at: Position, state: LayerState, shared: Shared
+    ) -> tuple[jax.Array, LayerState, Shared]:
         lay, config = self.layout, self.config
         length, query = at.position + 1, dense.grouped(q, lay.num_kv_heads)
         begin = self.begins(length)

@@ -10,6 +10,7 @@ from clo_jax.policies.pqcache import PQCachePolicy
 from clo_jax.policies.retroinfer import RetroInferPolicy
 from clo_jax.rivals import RivalConfig
 
+RivalPolicy = ExactPolicy | InfiniGenPolicy | PQCachePolicy | RetroInferPolicy
 RIVAL_POLICIES = {policy.name: policy for policy in (ExactPolicy, InfiniGenPolicy, PQCachePolicy, RetroInferPolicy)}
 
 
@@ -25,7 +26,11 @@ def rival_layout(model: ModelConfig, config: RivalConfig, batch: int, max_tokens
 def rival_policy(layout: RivalLayout, config: RivalConfig) -> tuple[Policy, HostRows | None]:
     """The policy for a layout, and what keeps its rows in host memory (close it); None when they are on the device."""
     kind = RIVAL_POLICIES[config.attention]
-    if kind is ExactPolicy:
-        return ExactPolicy(layout, config), None
-    keeper = kind.keeper(layout, config)
-    return kind(layout, config, keeper.handle), keeper
+    keeper = None if kind is ExactPolicy else kind.keeper(layout, config)
+    return rival_policy_of(layout, config, 0 if keeper is None else keeper.handle), keeper
+
+
+def rival_policy_of(layout: RivalLayout, config: RivalConfig, rows: int = 0) -> RivalPolicy:
+    """The policy over the rows that a keeper of handle `rows` has; without one for what its sizes tell."""
+    kind = RIVAL_POLICIES[config.attention]
+    return ExactPolicy(layout, config) if kind is ExactPolicy else kind(layout, config, rows)

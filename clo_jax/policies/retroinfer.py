@@ -49,22 +49,23 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from clo_jax.config import ModelConfig
 from clo_jax.policies import clusters, dense
-from clo_jax.policies.base import LayerState, Position, Prefilled, Shared, Tables
+from clo_jax.policies.base import LayerState, Position, Prefilled, Shared
 from clo_jax.policies.clo import take_tail
 from clo_jax.policies.exact import write_row
-from clo_jax.policies.full import FullPolicy
 from clo_jax.policies.geometry import RivalLayout
 from clo_jax.policies.host_rows import call
 from clo_jax.policies.ring import held_tokens, ring_place
+from clo_jax.policies.rival import HostPolicy, Reads
 from clo_jax.policies.wave_buffer import ClusterRows
 from clo_jax.rivals import RetroInferConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class RetroInferPolicy:
+class RetroInferPolicy(HostPolicy):
     """See the module docstring. `rows`: the handle of its ClusterRows.
 
     State of a layer, C clusters, T = sink + recent + update: centroids [B, K, C, D] float32, sizes [B, K, C] float32,
@@ -137,24 +138,22 @@ class RetroInferPolicy:
         held = round(config.cache_ratio * self.room) if config.cache_ratio else 3 * self.probes
         return min(held, self.room) * -(-config.cluster_tokens // config.page_tokens)
 
-    # --- constants ----------------------------------------
-
-    def tables(self) -> tuple[Tables, ...]:
-        return ({},) * self.layout.num_layers
-
-    def layer_kind(self, layer: int) -> str:
-        return "resident" if layer < self.layout.full_layers else "offloaded"
-
-    def allocate(self) -> Shared:
-        return {"token": jnp.zeros((1,), jnp.uint32)}
+    def reads(self, prompt_tokens: int, cached: np.ndarray) -> Reads:
+        config = self.config
+        first = max(prompt_tokens - config.recent_tokens, config.sink_tokens)
+        updates = np.maximum(cached - first - config.recent_tokens, 0) // config.update_tokens
+        indexed = first + updates * config.update_tokens
+        number = clusters.num_clusters(np.int32(first - config.sink_tokens), config.cluster_tokens, np)
+        number = number + updates * (config.update_tokens // config.cluster_tokens)
+        share = np.round(np.float32(config.sparsity) * number.astype(np.float32))
+        of_mean_size = (indexed - config.sink_tokens) / np.maximum(number, 1)
+        selected = np.minimum(np.maximum(share, 1), self.probes) * of_mean_size
+        steady = np.minimum(config.sink_tokens, cached + 1) + np.maximum(cached + 1 - indexed, 0)
+        return Reads(selected, steady + selected)
 
     # --- prefill ----------------------------------------
 
-    def absorb(
-        self, kind: str, tables: Tables, prompt: Prefilled, layer: jax.Array, shared: Shared
-    ) -> tuple[LayerState, Shared]:
-        if kind == "resident":
-            return FullPolicy(self.layout.full).absorb(kind, tables, prompt, layer, shared)
+    def absorb_own(self, prompt: Prefilled, layer: jax.Array, shared: Shared) -> tuple[LayerState, Shared]:
         lay, config = self.layout, self.config
         B, K, D = lay.batch, lay.num_kv_heads, lay.head_dim
         first = jnp.full((B,), config.sink_tokens, jnp.int32)
@@ -187,18 +186,9 @@ class RetroInferPolicy:
 
     # --- decode ----------------------------------------
 
-    def prefetch(
-        self, layer: int, tables: Tables, query: jax.Array, at: Position, state: LayerState, shared: Shared
-    ) -> tuple[LayerState, Shared]:
-        """Nothing: the ranking waits for the exact query."""
-        return state, shared
-
-    def attend(
-        self, layer: int, tables: Tables, q: jax.Array, k: jax.Array, v: jax.Array, at: Position, state: LayerState,
-        shared: Shared,
-    ) -> tuple[jax.Array, LayerState, Shared]:  # fmt: skip
-        if self.layer_kind(layer) == "resident":
-            return FullPolicy(self.layout.full).attend(layer, tables, q, k, v, at, state, shared)
+    def attend_own(
+        self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, at: Position, state: LayerState, shared: Shared
+    ) -> tuple[jax.Array, LayerState, Shared]:
         lay, sink, T = self.layout, self.config.sink_tokens, self.steady
         state, shared = self._update(layer, at, state, shared)
         place = ring_place(at.position, sink, T)

@@ -1,5 +1,5 @@
 """Training of the recall model: short contexts first, longer ones as soon as it answers right, distances up to the
-longest from the second phase on. Batches are made on the device, so that nothing is read or copied."""
+longest from the third phase on. Batches are made on the device, so that nothing is read or copied."""
 
 import dataclasses
 import functools
@@ -50,7 +50,8 @@ class Phase:
 
 
 PHASES = (
-    Phase(24, 128, 4, 6000, 0.97, limit=512),
+    Phase(8, 256, 2, 4000, 0.97, limit=256),
+    Phase(24, 128, 4, 4000, 0.97, limit=512),
     Phase(24, 128, 4, 4000, 0.97),
     Phase(160, 40, 4, 3000, 0.98),
     Phase(640, 16, 8, 1500, 0.99),
