@@ -18,8 +18,9 @@ from clo_jax.config import ModelConfig
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainedHash:
-    """Result of one `HashSettings`. `layers`: those that were trained; `weights` float32 [layers, K, D, R]; masses
-    float64 [layers, shares, K] on held-out text, shares as in `SHARES`."""
+    """Result of one `HashSettings`. `layers`: those that were trained; `weights` float32 [layers, K, D, R], of each
+    head the better ones on held-out text (`better_of`); masses float64 [layers, shares, K] there, shares as in
+    `SHARES`."""
 
     settings: HashSettings
     layers: tuple[int, ...]
@@ -33,6 +34,7 @@ class TrainedHash:
         return {
             "held_out_mass": by_share(self.mass),
             "untrained_mass": by_share(self.untrained_mass),
+            "heads_that_gained": float((self.mass[:, 0] > self.untrained_mass[:, 0]).mean()),
             "mass_per_layer": {str(layer): by_share(m[None]) for layer, m in zip(self.layers, self.mass, strict=True)},
         }
 
@@ -123,9 +125,20 @@ def _layers(group, settings: HashSettings, prompts: Prompts, tell) -> list[dict[
             ]
             return np.mean(each, axis=0)
 
-        masses = judge(weights), judge(untrained(settings, *weights.shape[:2]))
-        made.append(dict(zip(_KEYS, (weights, *masses, losses), strict=True)))
+        plain = untrained(settings, *weights.shape[:2])
+        found = better_of((weights, judge(weights)), (plain, judge(plain)))
+        made.append(dict(zip(_KEYS, (*found, losses), strict=True)))
     return made
+
+
+def better_of(
+    trained: tuple[np.ndarray, np.ndarray], plain: tuple[np.ndarray, np.ndarray]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Weights [K, D, R] and masses [shares, K] of training and of none -> each head's weights with the larger mass at
+    the first share, their masses, and those of no training. Keys that fill all directions alike leave training nothing
+    to gain, and then it only loses what it learnt by heart."""
+    gained = trained[1][0] > plain[1][0]
+    return np.where(gained[:, None, None], trained[0], plain[0]), np.where(gained, trained[1], plain[1]), plain[1]
 
 
 def _kept(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from clo_jax.calibrate.hash_training import HashSettings, bytes_of_a_layer, train_layers, untrained
-from clo_jax.calibrate.hashing import TrainedHash, choose, train
+from clo_jax.calibrate.hashing import TrainedHash, better_of, choose, train
 from clo_jax.calibrate.mass import selection_mass
 from clo_jax.calibrate.text import Prompts
 from tests import tiny
@@ -111,6 +111,15 @@ def test_an_interrupted_run_goes_on_to_the_same_result(tmp_path):
     assert np.array_equal(again.weights[0], whole[0].weights[1])
     with pytest.raises(ValueError, match="^layers: got"):
         again.part(config)
+
+
+def test_each_head_keeps_the_better_weights():
+    trained, plain = np.ones((2, 3, 32), np.float32), np.zeros((2, 3, 32), np.float32)
+    masses = np.array([[0.9, 0.8], [0.5, 0.9]]), np.array([[0.8, 0.9], [0.6, 0.2]])
+    weights, mass, untrained_mass = better_of((trained, masses[0]), (plain, masses[1]))
+    assert weights[0].all() and not weights[1].any()
+    np.testing.assert_array_equal(mass, [[0.9, 0.9], [0.5, 0.2]])
+    np.testing.assert_array_equal(untrained_mass, masses[1])
 
 
 def result(retriever, bits, mass):
