@@ -3,7 +3,7 @@
     <begin> <key> a b <value> c d <key> e f <value> g h ... <ask> <key> a b <value> c d <key> c d <value> i j ...
 
 A key is a pair of symbols, and every value is the key of another record: each answer is where the next question starts.
-So a model that continues a chain looks a record up at every third token, far behind it, by what it has just written
+So a model that continues a chain looks records up at two tokens in six, far behind it, by what it has just written
 itself; a wrong answer shows, and later ones are judged by the chain that the model is on.
 """
 
