@@ -67,7 +67,7 @@ def test_a_random_model_is_named(tmp_path, monkeypatch):
         ]
     )
     names = [row["name"] for row in json.loads(out.read_text())["rows"]]
-    assert all("(random weights, D = 16)" in name for name in names) and len(names) == 3 * 2 * 3 + 1
+    assert all("(random weights, D = 16)" in name for name in names) and len(names) == 3 * 2 * 3 + 3 + 1
 
 
 real = calibration.HashSettings
