@@ -10,14 +10,14 @@ import argparse
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import get_args
 
 import numpy as np
 
 from clo_jax.bench import report
-from clo_jax.config import Attention, CloConfig
+from clo_jax.config import CloConfig
 from clo_jax.eval.intervals import wilson
 from clo_jax.eval.recall import chains
+from clo_jax.eval.variants import FULL, Variant, variants
 from clo_jax.llm import LLM
 
 HOPS = 8
@@ -36,51 +36,49 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=7_000_000)
     parser.add_argument("--out", type=pathlib.Path, default=report.RESULTS / "recall-qwen-accuracy.json")
     args = parser.parse_args(argv)
-    names = args.attention.split(",")
-    if unknown := set(names) - set(get_args(Attention)):
-        parser.error(f"attention: got {sorted(unknown)}, wanted some of {get_args(Attention)}")
-    ways: list[tuple[Attention, float]] = [("full", 1.0)]
-    ways += [(name, float(share)) for name in names if name != "full" for share in args.sparsity.split(",")]
+    shares = [float(share) for share in args.sparsity.split(",")]
+    try:
+        ways = variants(args.attention.split(","), shares, CloConfig(), {"backend": args.backend})
+    except ValueError as error:
+        parser.error(str(error))
     arguments = vars(args) | {"out": args.out.name}
     rows: list[report.Row] = []
     for length in map(int, args.lengths.split(",")):
         asked = [chains.question(args.seed + i, length, HOPS) for i in range(args.samples)]
-        control = None
-        for attention, share in ways:
-            row = answer(args, length, attention, share, asked, control)
-            control = control or row
-            rows.append(row)
-            print(row.to_dict(), file=sys.stderr, flush=True)
+        first = len(rows)
+        for way in ways:  # full attention first
+            rows.append(answer(args.checkpoint, args.dtype, length, way, asked, rows[first:]))
+            print(rows[-1].to_dict(), file=sys.stderr, flush=True)
             report.write(args.out, "recall", arguments, rows)
     print(report.markdown(report.write(args.out, "recall", arguments, rows)))
 
 
 def answer(
-    args: argparse.Namespace, length: int, attention: Attention, share: float, asked: Sequence[chains.Question],
-    full: report.Row | None,
-) -> report.Row:  # fmt: skip
-    """One policy's answers to all questions of a length, as a row; `full`: that of full attention."""
-    new_tokens, hits, found = chains.num_answer_tokens(HOPS), [], []
-    clo = {} if attention == "full" else {"clo": CloConfig(sparsity=share)}
-    with LLM.load(
-        args.checkpoint, attention=attention, max_context=length + new_tokens, max_batch=1, dtype=args.dtype,
-        backend=args.backend, **clo,
-    ) as llm:  # fmt: skip
+    checkpoint: str,
+    dtype: str,
+    length: int,
+    way: Variant,
+    asked: Sequence[chains.Question],
+    before: Sequence[report.Row],
+) -> report.Row:
+    """One policy's answers to all questions of a length, as a row. `before`: the length's rows so far, the first one of
+    full attention."""
+    new_tokens, found, hits = chains.num_answer_tokens(HOPS), [], []
+    with LLM.load(checkpoint, max_context=length + new_tokens, max_batch=1, dtype=dtype, **way.load) as llm:
         for one in asked:
             generation = llm.generate(one.ids, max_new_tokens=new_tokens, ignore_eos=True)[0]
             found += chains.right(one, generation.token_ids)
             hits.append(generation.metrics.hit_rate)
     low, high = wilson(np.array(found, np.float64))
-    more = {"lookups": len(found), "low": low, "high": high, "length": length, "attention": attention}
-    if attention == "full":
-        return report.Row(f"lookups right, full, {length} tokens", sum(found) / len(found), "share",
-                          goal=">= 0.99 share", more=more)  # fmt: skip
-    more |= {"sparsity": share, "hit_rate": sum(filter(None, hits)) / len(hits)}
-    goal = f">= {1 - MOST_LOST}" if attention == "clo" and share == 0.1 else None
-    return report.Row(
-        f"lookups right, {attention} at {share:.0%}, {length} tokens", sum(found) / len(found), "share", "full",
-        full.value if full else None, goal, more,
-    )  # fmt: skip
+    more = {"lookups": len(found), "low": low, "high": high, "length": length, "attention": way.attention}
+    name, right = f"lookups right, {way.name}, {length} tokens", sum(found) / len(found)
+    if way is FULL:
+        return report.Row(name, right, "share", goal=">= 0.99 share", more=more)
+    more |= {"sparsity": way.sparsity, "hit_rate": None if None in hits else sum(hits) / len(hits)}
+    if not before[0].value:  # nothing to lose
+        return report.Row(name, right, "share", more=more)
+    goal = f">= {1 - MOST_LOST}" if way.attention == "clo" and way.sparsity == 0.1 else None
+    return report.Row(name, right, "share", "full", before[0].value, goal, more)
 
 
 if __name__ == "__main__":

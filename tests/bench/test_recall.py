@@ -1,0 +1,42 @@
+"""The bench of the recall model: every policy is asked at the sparsity that its row names."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from clo_jax.bench import recall
+from clo_jax.eval.recall import chains, folder
+from clo_jax.llm import LLM
+from clo_jax.models import random_params
+from tests.eval.recall.test_training import SMALL
+
+
+def test_rows_of_a_length(tmp_path, monkeypatch):
+    checkpoint = folder.write(SMALL, random_params(SMALL, jax.random.key(0), jnp.bfloat16), tmp_path / "model").path
+    loaded, load = [], LLM.load
+    monkeypatch.setattr(recall, "HOPS", 2)
+    monkeypatch.setattr(LLM, "load", lambda *args, **given: loaded.append(given) or load(*args, **given))
+    # What a model of random weights cannot know is put in its mouth, but for every second lookup of the others.
+    monkeypatch.setattr(
+        chains, "right", lambda asked, answer: [True, loaded[-1]["attention"] == "full"] if len(answer) == 8 else []
+    )
+    out = tmp_path / "recall.json"
+    recall.main(
+        [str(checkpoint), "--lengths", "120", "--samples", "2", "--attention", "clo,exact", "--sparsity", "0.1,0.5"]
+        + ["--dtype", "float32", "--out", str(out)]
+    )
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["value"] for row in rows] == [1.0, 0.5, 0.5, 0.5, 0.5]
+    assert rows[0]["met"] and [row.get("met") for row in rows[1:]] == [False, None, None, None]
+    assert [row["lookups"] for row in rows] == [4] * 5
+    used = [given["rival"].sparsity if "rival" in given else given["clo"].sparsity for given in loaded[1:]]
+    assert used == [row["sparsity"] for row in rows[1:]] == [0.1, 0.5, 0.1, 0.5]
+    assert [given["attention"] for given in loaded] == ["full", "clo", "clo", "exact", "exact"]
+
+
+def test_an_unknown_policy_is_named(capsys):
+    with pytest.raises(SystemExit):
+        recall.main(["nowhere", "--attention", "magic"])
+    assert "--attention: got 'magic'" in capsys.readouterr().err
