@@ -1,7 +1,6 @@
 """The paper's ablation on a real model, part by part: hit rate, rows moved, right answers to hidden-number questions.
 
-    python -m clo_jax.bench.ablation CKPT [--prompts 100] [--shortest 500] [--longest 7000] [--scores FILE.tsv]
-        [--out FILE.json]
+    python -m clo_jax.bench.ablation CKPT [--prompts 100] [--shortest 500] [--longest 7000] [--out FILE.json]
 
     full         full attention: the control of the answers
     uniform      one threshold for all heads; a KV head misses as soon as one query head of its group does
@@ -33,7 +32,6 @@ from clo_jax.cache.calibration import Calibration
 from clo_jax.cache.layout import CacheLayout
 from clo_jax.cache.planner import Plan, make_plan, measured_machine, with_resident
 from clo_jax.cache.thresholds import ALWAYS_MISS
-from clo_jax.calibrate.duo_scores import read_duo_scores
 from clo_jax.checkpoints import load_checkpoint
 from clo_jax.config import CloConfig, ModelConfig
 from clo_jax.eval.haystack import haystack, number_fact
@@ -226,14 +224,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--longest", type=int, default=7000)
     parser.add_argument("--dtype", default="auto", help="of the model")
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--scores", type=pathlib.Path, help="head importance, TSV; default: the calibration's")
     parser.add_argument("--seed", type=int, default=5000)
     parser.add_argument("--out", type=pathlib.Path, default=report.RESULTS / "smollm2-ablation.json")
     args = parser.parse_args(argv)
     model, params, info = load_checkpoint(args.checkpoint, dtype=args.dtype)
     found = calibrations.read(info.path / calibrations.FOLDER).require_fit(model)
-    if args.scores is not None:
-        found = dataclasses.replace(found, importance=read_duo_scores(args.scores, model))
     for part in ("importance", "similarity", "costs"):
         if getattr(found, part) is None:
             raise SystemExit(f"ablation: the calibration has no {part}: clo-jax calibrate CKPT")
@@ -243,7 +238,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     asked = questions(tokenizer, args.prompts, args.shortest, args.longest, args.seed)
     arguments = vars(args) | {
         "out": args.out.name,
-        "scores": args.scores.name if args.scores else None,
         "clo": dataclasses.asdict(clo),
         "importance": found.importance.source,
     }

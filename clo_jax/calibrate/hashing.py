@@ -34,7 +34,7 @@ class TrainedHash:
         return {
             "held_out_mass": by_share(self.mass),
             "untrained_mass": by_share(self.untrained_mass),
-            "heads_that_gained": float((self.mass[:, 0] > self.untrained_mass[:, 0]).mean()),
+            "heads_that_gained": float(self.gained.mean()),
             "mass_per_layer": {str(layer): by_share(m[None]) for layer, m in zip(self.layers, self.mass, strict=True)},
         }
 
@@ -42,7 +42,12 @@ class TrainedHash:
         """For the calibration folder; needs all layers."""
         if self.layers != tuple(range(model.num_layers)):
             raise ValueError(f"layers: got {self.layers}, wanted all {model.num_layers} of the model")
-        return HashWeights(self.settings.retriever, self.weights, True, by_share(self.mass))
+        return HashWeights(self.settings.retriever, self.weights, bool(self.gained.any()), by_share(self.mass))
+
+    @property
+    def gained(self) -> np.ndarray:
+        """Which heads have trained weights: bool [layers, K]."""
+        return self.mass[:, 0] > self.untrained_mass[:, 0]
 
 
 def by_share(mass: np.ndarray) -> dict[str, float]:

@@ -104,9 +104,12 @@ def test_an_interrupted_run_goes_on_to_the_same_result(tmp_path):
     for one, other in zip(whole, resumed, strict=True):
         for name in ("weights", "mass", "untrained_mass", "losses"):
             assert np.array_equal(getattr(one, name), getattr(other, name))
-    part = whole[0].part(config)
-    assert part.misfit(config) is None and part.trained and part.part_name == "hash-sign-32"
-    assert set(part.held_out_mass) == {"0.1", "0.05", "0.02"}
+    sign, hata = (one.part(config) for one in whole)
+    assert sign.misfit(config) is None and sign.part_name == "hash-sign-32"
+    assert set(sign.held_out_mass) == {"0.1", "0.05", "0.02"}
+    # Keys of random weights leave few steps of `sign` nothing to gain: it says that it is not trained. `hata` gains.
+    assert hata.trained and not sign.trained and not whole[0].gained.any()
+    assert np.array_equal(sign.weights[0], untrained(settings[0], config.num_kv_heads, config.head_dim))
     again = train(config, params, prompts, settings[:1], layers=[1], **options)[0]
     assert np.array_equal(again.weights[0], whole[0].weights[1])
     with pytest.raises(ValueError, match="^layers: got"):
