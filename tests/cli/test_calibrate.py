@@ -147,7 +147,9 @@ def test_all_parts_follow_each_other(run, checkpoint, monkeypatch):
     assert sorted(path.name for path in (checkpoint / "calibration").iterdir() if "partial" in path.name) == []
     with LLM.load(checkpoint, max_context=256, planner="paper") as llm:
         answer = llm.generate(tiny.prompt(100), max_new_tokens=6, ignore_eos=True)[0]
-    assert answer.metrics.retriever == f"{found.choice.retriever} (trained)"
+    # Keys of random weights leave `sign` nothing to gain, so that its codes are not trained ones, and says so.
+    assert {part.retriever: part.trained for part in found.hash_weights} == {"sign": False, "hata": True}
+    assert answer.metrics.retriever == {"sign": "sign", "hata": "hata (trained)"}[found.choice.retriever]
     assert answer.metrics.planner == "paper" and answer.metrics.resident_heads >= 2
 
 
