@@ -9,6 +9,7 @@ Attention = Literal["full", "clo", "exact", "infinigen", "pqcache", "retroinfer"
 Dtype = Literal["float32", "bfloat16", "float16"]  # of parameters, activations and KV rows
 Retriever = Literal["sign", "hata", "exact"]
 Refresh = Literal["whole", "delta"]
+GuessFrom = Literal["input", "attention"]  # of the layer before: its input, or that with its attention added
 
 
 ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
@@ -81,6 +82,7 @@ class CloConfig:
     hash_bits: int = 256  # R
     refresh: Refresh = "delta"
     retain: float = 1.5  # c: the buffer of a head holds ceil(c · k) rows
+    guess_from: GuessFrom = "input"  # where a query is guessed from: earlier hides more of a transfer, later is nearer
     sim_threshold: float = 0.8  # eta, the paper's base cosine threshold; 1 or more refreshes at every step
     importance_power: float = 3.0  # n
     reuse_margin: float = 0.1  # epsilon of the planner (`cache.plan`); resident_heads is what it results in
@@ -98,6 +100,7 @@ class CloConfig:
             self.hash_bits > 0 and self.hash_bits % 32 == 0, "hash_bits", self.hash_bits, "a positive multiple of 32"
         )
         require(self.refresh in ("whole", "delta"), "refresh", self.refresh, "whole or delta")
+        require(self.guess_from in ("input", "attention"), "guess_from", self.guess_from, "input or attention")
         require(math.isfinite(self.retain) and self.retain >= 1, "retain", self.retain, "a number >= 1")
         require(self.refresh == "delta" or self.retain == 1, "retain", self.retain, "1 when refresh is whole")
         require(-1 <= self.sim_threshold <= 2, "sim_threshold", self.sim_threshold, "a number in [-1, 2]")

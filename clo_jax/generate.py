@@ -187,16 +187,25 @@ def decode_step(
     x = model.embed(state.token[:, None])
     rope = models.rotation(config, state.position[:, None], state.position + 1)
     layers, shared = list(state.layers), state.shared
+
+    def prefetch(target: int, x: jax.Array) -> None:
+        nonlocal shared
+        if target < config.num_layers:
+            guess = model.layers[target].query(x, rope)[:, 0]
+            layers[target], shared = policy.prefetch(target, tables[target], guess, at, layers[target], shared)
+
     for index, layer in enumerate(model.layers):
         # The first layer has no predecessor to guess from; if any of its heads is offloaded it waits for its own fetch.
-        ahead = (0, 1) if index == 0 else (index + 1,)
-        for target in ahead:
-            if target < config.num_layers:
-                guess = model.layers[target].query(x, rope)[:, 0]
-                layers[target], shared = policy.prefetch(target, tables[target], guess, at, layers[target], shared)
+        if index == 0:
+            prefetch(0, x)
+        if policy.guess_from == "input":
+            prefetch(index + 1, x)
         q, k, v = (part[:, 0] for part in layer.qkv(x, rope))
         attended, layers[index], shared = policy.attend(index, tables[index], q, k, v, at, layers[index], shared)
-        x = layer.finish(x, attended[:, None])
+        x = layer.add_attention(x, attended[:, None])
+        if policy.guess_from == "attention":
+            prefetch(index + 1, x)
+        x = layer.add_mlp(x)
     logits = model.logits(x)[:, 0]
     position = jnp.where(state.done, state.position, state.position + 1)
     return logits, state._replace(layers=tuple(layers), shared=shared, position=position)

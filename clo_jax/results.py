@@ -27,6 +27,7 @@ class Metrics:
     plan_revision: dict[str, Any] | None = None  # with adapt: how often the plan was revised, and what changed last
     refresh: str | None = None
     retain: float | None = None
+    guess_from: str | None = None
     sparsity: float | None = None
     hit_rate: float | None = None  # head lookups that moved nothing; None before the first lookup
     rows_moved: int = 0  # host to device, by the engine

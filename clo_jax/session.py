@@ -218,6 +218,7 @@ class Session:
                 resident_heads=sum(len(heads) for heads in self._layout.resident),
                 refresh=config.refresh,
                 retain=config.retain,
+                guess_from=config.guess_from,
             )
         return base if self._engine is None else dataclasses.replace(base, **self._moved())
 

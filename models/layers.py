@@ -104,10 +104,18 @@ class DecoderLayer(nnx.Module):
         q, k, v = (self._heads(project(normed)) for project in (self.attn.q, self.attn.k, self.attn.v))
         return rope_lib.rotate(q, rope), rope_lib.rotate(k, rope), v
 
+    def add_attention(self, x: jax.Array, attended: jax.Array) -> jax.Array:
+        """The residual stream [B, N, hidden] between attention and MLP, from the layer's input x and what its heads
+        attended to [B, N, H, D]."""
+        return x + self.attn.o(attended.reshape(*attended.shape[:-2], -1))
+
+    def add_mlp(self, x: jax.Array) -> jax.Array:
+        """The layer's output [B, N, hidden] from the stream between attention and MLP."""
+        return x + self.mlp(self.post_norm(x))
+
     def finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
         """The layer's output [B, N, hidden] from its input x and what its heads attended to [B, N, H, D]."""
-        x = x + self.attn.o(attended.reshape(*attended.shape[:-2], -1))
-        return x + self.mlp(self.post_norm(x))
+        return self.add_mlp(self.add_attention(x, attended))
 
 
 class Embed(nnx.Module):

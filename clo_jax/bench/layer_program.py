@@ -58,26 +58,36 @@ def decode_step(
     x = x0 + plan.nothing * state.x
     layers, shared = list(state.layers), state.shared
     rope = models.rotation(config, position[:, None], position + 1)
-    for index, layer in enumerate(model.layers):
+
+    def prefetch(index: int, x: jax.Array) -> None:
+        """For the layer after `index`."""
+        nonlocal shared
         ahead, late = (index + 1) % L, (index + 1) // L
         guess = model.layers[ahead].query(x, rope)[:, 0]
+        target = engine_layer(ahead, L)
+        row = (state.step + late) % plan.misses.shape[0]
+        table = tables[target] | {"thresholds": jnp.where(plan.misses[row, target], NEVER, ALWAYS)}
+        angle = plan.angle * (state.step + late).astype(jnp.float32)
+        query = turned(plan.planes[target], angle).astype(x.dtype) + plan.nothing * guess
+        at = Position(position + late, jnp.ones((1,), bool))
+        layers[target], shared = policy.prefetch(target, table, query, at, layers[target], shared)
+
+    for index, layer in enumerate(model.layers):
         if policy is None:
+            guess = model.layers[(index + 1) % L].query(x, rope)
             q, k, v = layer.qkv(x, rope)
-            attended = q + plan.nothing * (guess[:, None] + jnp.sum(k) + jnp.sum(v))
-        else:
-            target = engine_layer(ahead, L)
-            row = (state.step + late) % plan.misses.shape[0]
-            table = tables[target] | {"thresholds": jnp.where(plan.misses[row, target], NEVER, ALWAYS)}
-            angle = plan.angle * (state.step + late).astype(jnp.float32)
-            query = turned(plan.planes[target], angle).astype(x.dtype) + plan.nothing * guess
-            at = Position(position + late, jnp.ones((1,), bool))
-            layers[target], shared = policy.prefetch(target, table, query, at, layers[target], shared)
-            q, k, v = (part[:, 0] for part in layer.qkv(x, rope))
-            own = engine_layer(index, L)
-            at = Position(position, jnp.ones((1,), bool))
-            out, layers[own], shared = policy.attend(own, tables[own], q, k, v, at, layers[own], shared)
-            attended = out[:, None]
-        x = layer.finish(x, attended)
+            x = layer.finish(x, q + plan.nothing * (guess + jnp.sum(k) + jnp.sum(v)))
+            continue
+        if policy.guess_from == "input":
+            prefetch(index, x)
+        q, k, v = (part[:, 0] for part in layer.qkv(x, rope))
+        own = engine_layer(index, L)
+        at = Position(position, jnp.ones((1,), bool))
+        out, layers[own], shared = policy.attend(own, tables[own], q, k, v, at, layers[own], shared)
+        x = layer.add_attention(x, out[:, None])
+        if policy.guess_from == "attention":
+            prefetch(index, x)
+        x = layer.add_mlp(x)
     return State(x, tuple(layers), shared, state.step + 1)
 
 

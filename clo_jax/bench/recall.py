@@ -7,6 +7,7 @@ every answer is found by attention to one token far behind. A row is the share o
 """
 
 import argparse
+import json
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -17,11 +18,13 @@ from clo_jax.bench import report
 from clo_jax.config import CloConfig
 from clo_jax.eval.intervals import wilson
 from clo_jax.eval.recall import chains
+from clo_jax.eval.recall.folder import TRAINING
 from clo_jax.eval.variants import FULL, Variant, variants
 from clo_jax.llm import LLM
 
 HOPS = 8
 MOST_LOST = 0.005  # of the share, by clo at 10 %
+MOST_SECONDS = 600  # of training
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -29,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("checkpoint")
     parser.add_argument("--lengths", default="8192,32768,65536,131072")
     parser.add_argument("--samples", type=int, default=32, help="chains a length")
+    parser.add_argument("--batch", type=int, default=8, help="chains at once")
     parser.add_argument("--attention", default="clo,exact")
     parser.add_argument("--sparsity", default="0.1,0.05,0.02", help="of policies other than full")
     parser.add_argument("--dtype", default="auto", help="of the model")
@@ -41,21 +45,31 @@ def main(argv: Sequence[str] | None = None) -> None:
         ways = variants(args.attention.split(","), shares, CloConfig(), {"backend": args.backend})
     except ValueError as error:
         parser.error(str(error))
-    arguments = vars(args) | {"out": args.out.name}
-    rows: list[report.Row] = []
+    arguments = vars(args) | {"out": args.out.name, "checkpoint": pathlib.Path(args.checkpoint).name}
+    rows = training_time(pathlib.Path(args.checkpoint))
     for length in map(int, args.lengths.split(",")):
         asked = [chains.question(args.seed + i, length, HOPS) for i in range(args.samples)]
         first = len(rows)
         for way in ways:  # full attention first
-            rows.append(answer(args.checkpoint, args.dtype, length, way, asked, rows[first:]))
+            rows.append(answer(args.checkpoint, args.dtype, args.batch, length, way, asked, rows[first:]))
             print(rows[-1].to_dict(), file=sys.stderr, flush=True)
             report.write(args.out, "recall", arguments, rows)
     print(report.markdown(report.write(args.out, "recall", arguments, rows)))
 
 
+def training_time(checkpoint: pathlib.Path) -> list[report.Row]:
+    """The row of what the checkpoint's own note says; none where there is no note."""
+    note = checkpoint / TRAINING
+    if not note.exists():
+        return []
+    told = json.loads(note.read_text())
+    return [report.Row("training", told.pop("seconds"), "s", goal=f"<= {MOST_SECONDS} s", more={"trained": told})]
+
+
 def answer(
     checkpoint: str,
     dtype: str,
+    batch: int,
     length: int,
     way: Variant,
     asked: Sequence[chains.Question],
@@ -64,9 +78,9 @@ def answer(
     """One policy's answers to all questions of a length, as a row. `before`: the length's rows so far, the first one of
     full attention."""
     new_tokens, found, hits = chains.num_answer_tokens(HOPS), [], []
-    with LLM.load(checkpoint, max_context=length + new_tokens, max_batch=1, dtype=dtype, **way.load) as llm:
-        for one in asked:
-            generation = llm.generate(one.ids, max_new_tokens=new_tokens, ignore_eos=True)[0]
+    with LLM.load(checkpoint, max_context=length + new_tokens, max_batch=batch, dtype=dtype, **way.load) as llm:
+        generations = llm.generate([one.ids for one in asked], max_new_tokens=new_tokens, ignore_eos=True)
+        for one, generation in zip(asked, generations, strict=True):
             found += chains.right(one, generation.token_ids)
             hits.append(generation.metrics.hit_rate)
     low, high = wilson(np.array(found, np.float64))

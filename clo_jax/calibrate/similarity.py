@@ -190,7 +190,7 @@ def measure(
     plans = [schedule(layout, clo, len(prompt), steps) for prompt in prompts]
     positions = [list(range(len(prompt) - 1, len(prompt) + steps)) for prompt in prompts]
     found = {name: np.zeros((len(prompts), steps, L, K)) for name in (*STATISTICS, "hits", "moved")}
-    for layer, samples in enumerate(collect.layers(config, params, whole, positions)):
+    for layer, samples in enumerate(collect.layers(config, params, whole, positions, clo.guess_from)):
         weights = untrained if hashed is None else hashed.weights[layer]
         group = head_scores.query_heads[layer].reshape(K, G)
         for number, (one, prompt, plan) in enumerate(zip(samples, prompts, plans, strict=True)):

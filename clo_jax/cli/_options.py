@@ -38,6 +38,11 @@ class Refresh(enum.StrEnum):
     delta = "delta"
 
 
+class GuessFrom(enum.StrEnum):
+    input = "input"
+    attention = "attention"
+
+
 class Planner(enum.StrEnum):
     none = "none"
     paper = "paper"
@@ -112,6 +117,12 @@ RefreshOption = Annotated[
 ]
 Retain = Annotated[
     float | None, _clo("--retain", help="Buffer of a head as a multiple of k.", default="1.5; 1 with --refresh whole")
+]
+GuessFromOption = Annotated[
+    GuessFrom | None,
+    _clo(
+        "--guess-from", help="Queries from the input of the layer before, or from after its attention.", default="input"
+    ),
 ]
 SimThreshold = Annotated[
     float | None, _clo("--sim-threshold", help="Cosine that counts as a hit; 1 refreshes always.", default="0.8")

@@ -42,6 +42,7 @@ def ruler(
     preset: o.PresetOption = None,
     refresh: o.RefreshOption = None,
     retain: o.Retain = None,
+    guess_from: o.GuessFromOption = None,
     sim_threshold: o.SimThreshold = None,
     hash_bits: o.HashBits = None,
     recent_tokens: o.RecentTokens = None,
@@ -65,9 +66,9 @@ def ruler(
     if unknown:
         raise ValueError(f"--tasks: got {unknown[0]!r}, wanted {', '.join(TASKS)}")
     chosen = e.read_variants(
-        checkpoint, attention, sparsity, preset, refresh=refresh, retain=retain, sim_threshold=sim_threshold,
-        hash_bits=hash_bits, recent_tokens=recent_tokens, backend=backend, calibration=calibration, planner=planner,
-        kv_budget=kv_budget,
+        checkpoint, attention, sparsity, preset, refresh=refresh, retain=retain, guess_from=guess_from,
+        sim_threshold=sim_threshold, hash_bits=hash_bits, recent_tokens=recent_tokens, backend=backend,
+        calibration=calibration, planner=planner, kv_budget=kv_budget,
     )  # fmt: skip
     plan = Plan(
         "ruler", checkpoint, tuple(TASKS[name] for name in dict.fromkeys(names)), chosen, e.read_lengths(lengths),
@@ -95,6 +96,7 @@ def niah(
     preset: o.PresetOption = None,
     refresh: o.RefreshOption = None,
     retain: o.Retain = None,
+    guess_from: o.GuessFromOption = None,
     sim_threshold: o.SimThreshold = None,
     hash_bits: o.HashBits = None,
     recent_tokens: o.RecentTokens = None,
@@ -114,9 +116,9 @@ def niah(
     from clo_jax.eval.sources import Sources
 
     chosen = e.read_variants(
-        checkpoint, attention, sparsity, preset, refresh=refresh, retain=retain, sim_threshold=sim_threshold,
-        hash_bits=hash_bits, recent_tokens=recent_tokens, backend=backend, calibration=calibration, planner=planner,
-        kv_budget=kv_budget,
+        checkpoint, attention, sparsity, preset, refresh=refresh, retain=retain, guess_from=guess_from,
+        sim_threshold=sim_threshold, hash_bits=hash_bits, recent_tokens=recent_tokens, backend=backend,
+        calibration=calibration, planner=planner, kv_budget=kv_budget,
     )  # fmt: skip
     plan = Plan(
         "niah", checkpoint, grid.tasks(e.split("--depths", depths, float)), chosen, e.read_lengths(lengths), samples,
@@ -143,6 +145,7 @@ def longbench(
     preset: o.PresetOption = None,
     refresh: o.RefreshOption = None,
     retain: o.Retain = None,
+    guess_from: o.GuessFromOption = None,
     sim_threshold: o.SimThreshold = None,
     hash_bits: o.HashBits = None,
     recent_tokens: o.RecentTokens = None,
@@ -162,9 +165,9 @@ def longbench(
     from clo_jax.eval.sources import Sources
 
     chosen = e.read_variants(
-        checkpoint, attention, sparsity, preset, refresh=refresh, retain=retain, sim_threshold=sim_threshold,
-        hash_bits=hash_bits, recent_tokens=recent_tokens, backend=backend, calibration=calibration, planner=planner,
-        kv_budget=kv_budget,
+        checkpoint, attention, sparsity, preset, refresh=refresh, retain=retain, guess_from=guess_from,
+        sim_threshold=sim_threshold, hash_bits=hash_bits, recent_tokens=recent_tokens, backend=backend,
+        calibration=calibration, planner=planner, kv_budget=kv_budget,
     )  # fmt: skip
     names = None if tasks is None else e.split("--tasks", tasks, str)
     plan = Plan(
@@ -192,6 +195,7 @@ def ppl(
     preset: o.PresetOption = None,
     refresh: o.RefreshOption = None,
     retain: o.Retain = None,
+    guess_from: o.GuessFromOption = None,
     sim_threshold: o.SimThreshold = None,
     hash_bits: o.HashBits = None,
     recent_tokens: o.RecentTokens = None,
@@ -210,9 +214,9 @@ def ppl(
     from clo_jax.eval import divergence
 
     chosen = e.read_variants(
-        checkpoint, attention, sparsity, preset, refresh=refresh, retain=retain, sim_threshold=sim_threshold,
-        hash_bits=hash_bits, recent_tokens=recent_tokens, backend=backend, calibration=calibration, planner=planner,
-        kv_budget=kv_budget,
+        checkpoint, attention, sparsity, preset, refresh=refresh, retain=retain, guess_from=guess_from,
+        sim_threshold=sim_threshold, hash_bits=hash_bits, recent_tokens=recent_tokens, backend=backend,
+        calibration=calibration, planner=planner, kv_budget=kv_budget,
     )  # fmt: skip
     plan = divergence.Plan(checkpoint, chosen, e.read_lengths(lengths), tokens, text, seed, dtype.value)
     outcome = divergence.run(plan, _console.progress)

@@ -86,6 +86,7 @@ def plan(
     sparsity: o.Sparsity = None,
     refresh: o.RefreshOption = None,
     retain: o.Retain = None,
+    guess_from: o.GuessFromOption = None,
     sim_threshold: o.SimThreshold = None,
     importance_power: o.ImportancePower = None,
     reuse_margin: o.ReuseMargin = None,
@@ -102,7 +103,8 @@ def plan(
     from clo_jax.cache.layout import CacheLayout
 
     clo = o.load_options(
-        o.Attention.clo, preset, sparsity=sparsity, refresh=refresh, retain=retain, sim_threshold=sim_threshold,
+        o.Attention.clo, preset, sparsity=sparsity, refresh=refresh, retain=retain, guess_from=guess_from,
+        sim_threshold=sim_threshold,
         importance_power=importance_power, reuse_margin=reuse_margin, hash_bits=hash_bits,
     ).get("clo")  # fmt: skip
     given = _inputs(checkpoint, scores, model, similarity, clo)

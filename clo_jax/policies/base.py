@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
+from clo_jax.config import GuessFrom
+
 LayerState = dict[str, jax.Array]
 Shared = dict[str, jax.Array]
 Tables = dict[str, jax.Array]
@@ -39,6 +41,7 @@ class Policy(Protocol):
 
     name: str
     sampled_queries: int  # how many queries of a prompt `absorb` wants to see besides the last one
+    guess_from: GuessFrom  # what of the layer before `prefetch` gets a guessed query of
 
     def tables(self) -> tuple[Tables, ...]:
         """Constants of each layer, made once on the host."""

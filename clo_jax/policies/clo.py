@@ -15,7 +15,7 @@ from clo_jax.cache.calibration_parts import HashWeights, Importance
 from clo_jax.cache.layout import CacheLayout
 from clo_jax.cache.projections import projections
 from clo_jax.cache.thresholds import thresholds
-from clo_jax.config import CloConfig
+from clo_jax.config import CloConfig, GuessFrom
 from clo_jax.ops.attend import attend
 from clo_jax.ops.hash_encode import hash_encode
 from clo_jax.ops.offload import offload
@@ -81,6 +81,10 @@ class CloPolicy:
     revision: Any = dataclasses.field(default=None, compare=False)  # of the plan, for the metrics
     name = "clo"
     sampled_queries = 0
+
+    @property
+    def guess_from(self) -> GuessFrom:
+        return self.config.guess_from
 
     @property
     def retriever_name(self) -> str:

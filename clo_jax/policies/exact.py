@@ -20,12 +20,13 @@ k, it may keep more than k rows, and layer 0 is resident. It bounds CLO's retrie
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clo_jax.config import ModelConfig
+from clo_jax.config import GuessFrom, ModelConfig
 from clo_jax.policies import dense
 from clo_jax.policies.base import LayerState, Position, Prefilled, Shared, Tables
 from clo_jax.policies.full import pad_tokens
@@ -42,6 +43,7 @@ class ExactPolicy:
     config: ExactConfig
     name = "exact"
     sampled_queries = 0
+    guess_from: ClassVar[GuessFrom] = "input"
     retriever_name = "exact query, exact keys"
 
     @staticmethod

@@ -1,11 +1,13 @@
 """Full attention: every KV head resident. The control that every other policy is compared with."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from clo_jax.cache.layout import CacheLayout
+from clo_jax.config import GuessFrom
 from clo_jax.ops.attend import attend
 from clo_jax.policies.base import LayerState, Position, Prefilled, Shared, Tables
 
@@ -17,6 +19,7 @@ class FullPolicy:
     layout: CacheLayout
     name = "full"
     sampled_queries = 0
+    guess_from: ClassVar[GuessFrom] = "input"
 
     def tables(self) -> tuple[Tables, ...]:
         return ({},) * self.layout.num_layers

@@ -1,12 +1,13 @@
 """What the policies that CLO is compared with have in common: first layers that stay on the device and are attended to
 in full, nothing that is the same for all steps, and an account of the rows that a step reads."""
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clo_jax.config import GuessFrom
 from clo_jax.policies.base import LayerState, Position, Prefilled, Shared, Tables
 from clo_jax.policies.full import FullPolicy
 from clo_jax.policies.geometry import RivalLayout
@@ -26,6 +27,7 @@ class HostPolicy:
     (nothing, unless it speculates), `attend_own`; the arguments are those of `policies.base.Policy`."""
 
     layout: RivalLayout
+    guess_from: ClassVar[GuessFrom] = "input"
 
     def tables(self) -> tuple[Tables, ...]:
         return ({},) * self.layout.num_layers

@@ -1,13 +1,17 @@
 """Trains the recall model: python -m clo_jax.eval.recall OUT [--seed 0]."""
 
 import argparse
+import json
 import pathlib
 import sys
 import time
 from collections.abc import Sequence
 
+import jax
+
 from clo_jax.eval.recall import training
-from clo_jax.eval.recall.folder import write
+from clo_jax.eval.recall.folder import TRAINING, write
+from clo_jax.versions import versions
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -26,11 +30,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         )  # fmt: skip
 
     params = training.train(config, training.Settings(seed=args.seed), tell)
+    seconds = time.perf_counter() - start
     for records in (1300, 5400, 10800, 21800):
         share = training.lookups_right(config, params, range(4), records, 16)
         print(f"{records} records: {share:.2%} of lookups right", file=sys.stderr, flush=True)
     result = write(config, params, args.out)
-    print(f"{result.path}: {result.num_bytes / 1e6:.1f} MB, {time.perf_counter() - start:.0f} s")
+    note = {"seconds": seconds, "device": jax.devices()[0].device_kind, "seed": args.seed, "versions": versions()}
+    (result.path / TRAINING).write_text(json.dumps(note, indent=1) + "\n")
+    print(f"{result.path}: {result.num_bytes / 1e6:.1f} MB, trained in {seconds:.0f} s")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from clo_jax.config import ModelConfig
 from clo_jax.eval.recall import chains
 from clo_jax.models import abstract_params
 
+TRAINING = "training.json"  # in the checkpoint's folder: how long which device trained it
+
 
 def tokenizer() -> tokenizers.Tokenizer:
     """Whole words, separated by spaces: the names of `chains`."""
