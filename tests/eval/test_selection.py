@@ -127,5 +127,4 @@ def test_clo_keeps_more_with_exact_scores_and_fresh_sets():
     clo = CloConfig(sparsity=0.1, **CLO | {"hash_bits": 32, "recent_tokens": 8})
     best = measure(dataclasses.replace(clo, retriever="exact", retain=1.0, sim_threshold=1.0))
     few = measure(dataclasses.replace(clo, retriever="hata", retain=1.0, sim_threshold=1.0))
-    print(best, few)
     assert best.recall > few.recall + 0.05 and best.mass > few.mass

@@ -54,6 +54,13 @@ def test_clo_attends_to_sink_tail_and_filled_slots(refresh, retain):
                 assert 9 <= filled <= 10 * retain + 2 and (engine.slot_tokens(1)[0, head, filled:] == -1).all()
 
 
+def test_delta_without_retained_rows_attends_to_what_whole_refresh_does():
+    found = [steps(CloConfig(sparsity=0.1, refresh=refresh, retain=1.0, **CLO)) for refresh in ("delta", "whole")]
+    for delta, whole in zip(*found, strict=True):
+        for one, other in zip(delta, whole, strict=True):
+            np.testing.assert_array_equal(one.tokens, other.tokens)
+
+
 def test_pqcache_attends_to_as_many_tokens_as_it_says():
     config = PQCacheConfig(sparsity=0.3, sink_tokens=4, code_bits=4)
     with policy_of(config, rivals.ONE) as (policy, _):
