@@ -2,7 +2,7 @@
 said itself."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,9 @@ import numpy as np
 from clo_jax.config import ModelConfig
 from clo_jax.generate import DecodeState, decode_step
 from clo_jax.interrupt import deferred_interrupt
+from clo_jax.policies.attended import Attended, attended, observed
 from clo_jax.policies.base import Policy, Tables
+from clo_jax.policies.host_rows import HostRows
 from clo_jax.prompts import Request
 from clo_jax.session import CompileClock, Session
 from clo_jax.transfer.engine import Engine, transfer_errors
@@ -48,16 +50,18 @@ class ForcedSession(Session):
     """Runs one text: prefills the first `prefix` tokens, then decodes the others as given.
 
     Iterating yields logits float32 [n, V] for each token after the prefix, of what is predicted in its place: first of
-    one token, from prefill, then chunk by chunk. The last token is not decoded.
+    one token, from prefill, then chunk by chunk. The last token is not decoded. `on_state` sees the state after each
+    chunk, before its logits come; the next chunk takes it apart.
     """
 
     def __init__(
-        self, model: ModelConfig, params: Any, policy: Policy, tables: Any, engine: Engine | None,
+        self, model: ModelConfig, params: Any, policy: Policy, tables: Any, engine: Engine | HostRows | None,
         tokens: Sequence[int], prefix: int, chunk_tokens: int,
+        on_state: Callable[[DecodeState], Any] = lambda state: None,
     ) -> None:  # fmt: skip
         request = Request([tokens[:prefix]], [len(tokens) - prefix], (), None)
         super().__init__(model, params, policy, tables, engine, request, chunk_tokens)
-        self._given = list(tokens[prefix:])
+        self._given, self._on_state = list(tokens[prefix:]), on_state
 
     def _run(self) -> Iterator[np.ndarray]:
         compiling, start = CompileClock(), time.perf_counter()
@@ -86,5 +90,25 @@ class ForcedSession(Session):
             self._times["decode"] = now - start - paused - compiling.seconds()
             self._times["decode_compile"] = compiling.seconds()
             self.tokens[0].extend(self._given[first + 1 : first + 1 + len(given)])
+            self._on_state(state)
             yield np.asarray(logits[0, : len(given)])
             paused += time.perf_counter() - now  # the consumer's time is not ours
+
+
+def forced_attention(
+    model: ModelConfig, params: Any, policy: Policy, tables: Any, engine: Engine | HostRows | None,
+    tokens: Sequence[int], prefix: int,
+) -> Iterator[tuple[Attended, ...]]:  # fmt: skip
+    """What each decode step along one text attends to, by layer; one step a program, so that the host can look.
+
+    Raises:
+      ValueError: InfiniGen with a limited pool.
+    """
+    policy, found = observed(policy), []
+
+    def look(state: DecodeState) -> None:
+        found.append(attended(policy, engine, state.layers, prefix, int(state.position[0]) - 1))
+
+    for _ in ForcedSession(model, params, policy, tables, engine, tokens, prefix, 1, look):
+        while found:  # nothing yet after prefill
+            yield found.pop()

@@ -12,8 +12,9 @@ from clo_jax.cache import calibration as calibrations
 from clo_jax.cache.planner import Planner
 from clo_jax.config import ATTENTIONS, Attention, CloConfig
 from clo_jax.errors import CloError
-from clo_jax.forced import ForcedSession
+from clo_jax.forced import ForcedSession, forced_attention
 from clo_jax.planning import PlanOptions
+from clo_jax.policies.attended import Attended
 from clo_jax.preparation import Preparation, Settings
 from clo_jax.prompts import Options, Prompts, Request
 from clo_jax.results import Delta, Generation, Metrics
@@ -200,12 +201,16 @@ class LLM:
         Raises:
           ValueError: ids outside the vocabulary, a prefix out of range, or a text longer than the context.
         """
+        return self._forced_logits(self._forced(tokens, prefix), prefix)
+
+    def _forced(self, tokens: Sequence[int], prefix: int) -> list[int]:
+        """A given text, checked."""
         (ids,) = prompts.token_ids([list(tokens)], False, None, self.config.vocab_size, self._info.path)
         if not 1 <= prefix < len(ids):
             raise ValueError(f"prefix: got {prefix}, wanted 1 to {len(ids) - 1}, less than the tokens given")
         if len(ids) > self.max_context:
             raise ValueError(f"tokens: got {len(ids)}, wanted at most max_context = {self.max_context}")
-        return self._forced_logits(ids, prefix)
+        return ids
 
     def _forced_logits(self, ids: list[int], prefix: int) -> Iterator[tuple[np.ndarray, Metrics]]:
         with _Turn(self):
@@ -214,6 +219,23 @@ class LLM:
             session = ForcedSession(self.config, self._params, policy, tables, engine, ids, prefix, self._chunk)
             for logits in session:
                 yield logits, session.metrics()
+
+    def forced_attention(self, tokens: Sequence[int], prefix: int) -> Iterator[tuple[Attended, ...]]:
+        """What each decode step along a given text attends to, by layer: for measurements, one step a program.
+
+        Arguments and errors as `forced_logits`; also ValueError for InfiniGen with a limited pool.
+
+        Returns:
+          An iterator over the decoded tokens, all after the prefix but the last.
+        """
+        return self._forced_attention(self._forced(tokens, prefix), prefix)
+
+    def _forced_attention(self, ids: list[int], prefix: int) -> Iterator[tuple[Attended, ...]]:
+        with _Turn(self):
+            policy, tables = self._preparation.prepare(1, prefix)
+            yield from forced_attention(
+                self.config, self._params, policy, tables, self._preparation.engine, ids, prefix
+            )
 
     def close(self) -> None:
         """Frees the engine and the parameters. Idempotent."""

@@ -46,6 +46,20 @@ def test_an_answer_forced_is_the_answer(request, name, chunks):
     assert (metrics.rows_moved > 0) == (name == "clo")
 
 
+def test_attention_along_a_text(full, clo):
+    ids = tiny.prompt(156, 4)
+    for reference, found in zip(full.forced_attention(ids, 150), clo.forced_attention(ids, 150), strict=True):
+        n = reference[0].mass.shape[1]
+        assert [layer.mass.shape for layer in reference] == [(2, n)] * 2
+        assert [layer.heads.tolist() for layer in found] == [[], [0, 1]]  # the first layer is resident
+        # k = 15 or 16, half as many retained, sink 4, tail 8 to 15 and the token itself.
+        assert found[1].tokens.shape == (2, n) and found[1].tokens[:, -8:].all()
+        assert set(found[1].tokens.sum(axis=1)) <= set(range(4 + 9 + 15, 4 + 16 + 24 + 1))
+    assert n == 155
+    with pytest.raises(ValueError, match="prefix: got 156, wanted 1 to 155"):
+        full.forced_attention(ids, 156)
+
+
 def test_wrong_calls_are_named_and_the_model_stays_usable(full):
     ids = tiny.prompt(40, 6)
     for given, prefix, message in (

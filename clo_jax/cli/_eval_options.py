@@ -33,6 +33,10 @@ Folder = Annotated[
     pathlib.Path, sample("--folder", help="Keeps samples and answers; a run that was interrupted goes on from there.")
 ]
 Batch = Annotated[int, typer.Option("--batch", help="Prompts that are answered at once.")]
+Recall = Annotated[
+    int,
+    sample("--recall", help="Samples of each task and length along which selection recall is measured; 0: it is not."),
+]
 JsonFile = Annotated[
     pathlib.Path | None,
     typer.Option("--json", metavar="FILE", help="Results file to write.", rich_help_panel=o.OUTPUT_PANEL),

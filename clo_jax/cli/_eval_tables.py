@@ -8,15 +8,17 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+_TITLE = "read: % of the context selected, attended; recall: of the heaviest tokens, of all mass"
+
 
 def overview(summaries: Sequence[Any]) -> Table:
     """A line for each variant and length; `summaries` are `eval.summary.Summary`."""
-    title = "points, with intervals of 95 %; read: selected / attended of the context"
-    table = _table(title, "policy", "length", "mean", "loss", "hits", "rows/step", "read")
+    title = f"points, with intervals of 95 %; {_TITLE}"
+    table = _table(title, "policy", "length", "mean", "loss", "rows/step", "read", "recall")
     for s in summaries:
         table.add_row(
             s.variant, str(s.length), _cell(s.mean), "-" if s.loss is None else _cell(s.loss),
-            _number(s.hit_rate, ".2f"), _number(s.rows_moved, ",.0f"), _read(s),
+            _moved(s), _read(s), _recall(s),
         )  # fmt: skip
     return table
 
@@ -42,15 +44,20 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _read(found: Any) -> str:
-    return "-" if found.selected is None else f"{found.selected * 100:.1f}/{found.attended * 100:.1f} %"
+    return "-" if found.selected is None else f"{found.selected * 100:.1f}\n{found.attended * 100:.1f}"
+
+
+def _recall(found: Any) -> str:
+    return "-" if found.recall is None else f"{found.recall:.3f}\n{found.mass_kept:.3f}"
 
 
 def _cell(score: Any) -> str:
     return f"{score.value:.2f}\n{score.low:.1f} to {score.high:.1f}"
 
 
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def _moved(found: Any) -> str:
+    hits = "" if found.hit_rate is None else f"\n{found.hit_rate:.2f} hits"
+    return "-" if found.rows_moved is None else f"{found.rows_moved:,.0f}{hits}"
 
 
 def write(path: pathlib.Path, outcome: Any, summaries: Sequence[Any]) -> None:
@@ -70,7 +77,8 @@ def write(path: pathlib.Path, outcome: Any, summaries: Sequence[Any]) -> None:
     args = {
         "suite": plan.suite, "checkpoint": pathlib.Path(plan.checkpoint).name, "tasks": [t.name for t in plan.tasks],
         "lengths": list(plan.lengths), "samples": plan.samples, "seed": plan.seed, "chat": outcome.chat,
-        "dtype": plan.dtype, "batch": plan.max_batch, "sources": plan.sources.describe(), "skipped": outcome.skipped,
+        "dtype": plan.dtype, "batch": plan.max_batch, "recall": plan.recall, "sources": plan.sources.describe(),
+        "skipped": outcome.skipped,
         "left_out": {f"{task}, {n} tokens": k for (n, task), k in outcome.left_out.items() if k},
         "intervals": intervals.METHOD, "policies": _policies(outcome),
     }  # fmt: skip
@@ -89,13 +97,13 @@ def cut(outcome: Any) -> dict[str, int]:
 
 def divergences(results: Sequence[Any]) -> Table:
     """A line for each `eval.divergence.Divergence`."""
-    title = "KL(full || policy) in nats; read: selected / attended of the context"
-    table = _table(title, "policy", "length", "ppl", "mean KL", "p50 p90 p99", "same top", "read")
+    title = f"KL(full || policy) in nats: mean, p50 p90 p99; {_TITLE}"
+    table = _table(title, "policy", "length", "ppl", "mean KL", "same top", "read", "recall")
     for r in results:
-        percentiles = list(r.percentiles.values())[:3]
+        percentiles = " ".join(f"{value:.2g}" for value in list(r.percentiles.values())[:3])
         table.add_row(
-            r.variant, str(r.length), f"{r.perplexity:.3f}", f"{r.kl.mean():.2g}",
-            " ".join(f"{value:.2g}" for value in percentiles), f"{r.agreement * 100:.1f} %", _read(r),
+            r.variant, str(r.length), f"{r.perplexity:.3f}", f"{r.kl.mean():.2g}\n{percentiles}",
+            f"{r.agreement * 100:.1f} %", _read(r), _recall(r),
         )  # fmt: skip
     return table
 
@@ -115,7 +123,7 @@ def write_divergences(path: pathlib.Path, outcome: Any) -> None:
     args = {
         "checkpoint": pathlib.Path(plan.checkpoint).name, "lengths": list(plan.lengths), "tokens": plan.tokens,
         "text": outcome.text, "seed": plan.seed, "dtype": plan.dtype,
-        "policies": _policies(outcome),
+        "recall_tokens": plan.measured_steps, "policies": _policies(outcome),
     }  # fmt: skip
     report.write(path, "eval ppl", args, rows)
 

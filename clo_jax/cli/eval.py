@@ -36,6 +36,7 @@ def ruler(
     hotpot: Annotated[
         pathlib.Path | None, e.sample("--hotpot", metavar="FILE", help="HotpotQA's JSON, for qa_2.")
     ] = None,
+    recall: e.Recall = 1,
     folder: e.Folder = _FOLDER,
     batch: e.Batch = 1,
     dtype: o.DTypeOption = o.DType.auto,
@@ -72,7 +73,7 @@ def ruler(
     )  # fmt: skip
     plan = Plan(
         "ruler", checkpoint, tuple(TASKS[name] for name in dict.fromkeys(names)), chosen, e.read_lengths(lengths),
-        samples, seed, chat, dtype.value, batch, Sources.read(haystack, squad, hotpot), folder,
+        samples, seed, chat, dtype.value, batch, Sources.read(haystack, squad, hotpot), folder, recall,
     )  # fmt: skip
     _run_tasks(plan, json, plot, "draw_scores")
 
@@ -90,6 +91,7 @@ def niah(
     seed: e.Seed = 0,
     chat: e.Chat = None,
     haystack: e.Haystack = None,
+    recall: e.Recall = 1,
     folder: e.Folder = _FOLDER,
     batch: e.Batch = 1,
     dtype: o.DTypeOption = o.DType.auto,
@@ -122,7 +124,7 @@ def niah(
     )  # fmt: skip
     plan = Plan(
         "niah", checkpoint, grid.tasks(e.split("--depths", depths, float)), chosen, e.read_lengths(lengths), samples,
-        seed, chat, dtype.value, batch, Sources.read(haystack), folder,
+        seed, chat, dtype.value, batch, Sources.read(haystack), folder, recall,
     )  # fmt: skip
     _run_tasks(plan, json, plot, "draw_grid")
 
@@ -139,6 +141,7 @@ def longbench(
         str | None, e.sample("--tasks", metavar="LIST", help="Sets by name.", show_default="all that are there")
     ] = None,
     chat: e.Chat = None,
+    recall: e.Recall = 1,
     folder: e.Folder = _FOLDER,
     batch: e.Batch = 1,
     dtype: o.DTypeOption = o.DType.auto,
@@ -172,7 +175,7 @@ def longbench(
     names = None if tasks is None else e.split("--tasks", tasks, str)
     plan = Plan(
         "longbench", checkpoint, sets.read(data, names), chosen, e.read_lengths(lengths), samples, 0, chat, dtype.value,
-        batch, Sources(), folder,
+        batch, Sources(), folder, recall,
     )  # fmt: skip
     _run_tasks(plan, json, plot, "draw_scores")
 
@@ -186,6 +189,9 @@ def ppl(
         str, typer.Option("--lengths", metavar="LIST", help="Tokens of the text, the decoded ones included.")
     ] = "4096",
     tokens: Annotated[int, e.sample("--tokens", help="Tokens at the end of each length that are decoded.")] = 512,
+    recall_tokens: Annotated[
+        int, e.sample("--recall-tokens", help="First decoded tokens at which selection recall is measured; 0: none.")
+    ] = 32,
     text: Annotated[
         pathlib.Path | None,
         e.sample("--text", metavar="FILE", help="The text, from its beginning.", show_default="generated prose"),
@@ -218,7 +224,7 @@ def ppl(
         sim_threshold=sim_threshold, hash_bits=hash_bits, recent_tokens=recent_tokens, backend=backend,
         calibration=calibration, planner=planner, kv_budget=kv_budget,
     )  # fmt: skip
-    plan = divergence.Plan(checkpoint, chosen, e.read_lengths(lengths), tokens, text, seed, dtype.value)
+    plan = divergence.Plan(checkpoint, chosen, e.read_lengths(lengths), tokens, text, seed, dtype.value, recall_tokens)
     outcome = divergence.run(plan, _console.progress)
     _console.stdout().print(_eval_tables.divergences(outcome.results))
     if json is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from clo_jax.errors import CloError
+from clo_jax.eval.selection import Kept
 
 
 class Key(NamedTuple):
@@ -53,14 +54,16 @@ class AnswerFile:
     """The answers of one setup: FOLDER/answers-DIGEST.jsonl, whose first line is the setup.
 
     What answers depend on beside their keys (weights, tokenizer, seed, data type) is the setup; another one has another
-    file. `described`: what the LLM of a variant with those settings said of itself, by (variant, settings). A last line
-    that was cut by an interruption is dropped.
+    file. `described`: what the LLM of a variant with those settings said of itself, by (variant, settings). `kept`:
+    what a variant keeps of what full attention looks at, along full attention's answer. A last line that was cut by an
+    interruption is dropped.
     """
 
     def __init__(self, folder: Path, setup: Mapping[str, Any]) -> None:
         """Raises CloError for a file that holds something else."""
         self.path = folder / f"answers-{digest(dict(setup))}.jsonl"
         self.answers: dict[Key, Answer] = {}
+        self.kept: dict[Key, Kept] = {}
         self.described: dict[tuple[str, str], dict[str, Any]] = {}
         folder.mkdir(parents=True, exist_ok=True)
         data = self.path.read_bytes() if self.path.exists() else b""
@@ -79,6 +82,10 @@ class AnswerFile:
                 if "described" in values:
                     self.described[values["variant"], values["settings"]] = values["described"]
                     continue
+                if "kept" in values:
+                    kept = Kept(**values.pop("kept"))
+                    self.kept[Key(**values)] = kept
+                    continue
                 answer = Answer.from_values(values)
             except (ValueError, TypeError, KeyError) as error:
                 raise CloError(
@@ -94,6 +101,11 @@ class AnswerFile:
         if self.described.get((variant, settings)) != described:
             self._append([json.dumps({"variant": variant, "settings": settings, "described": described}) + "\n"])
             self.described[variant, settings] = described
+
+    def keep(self, key: Key, kept: Kept) -> None:
+        """Keeps what a policy keeps along full attention's answer to a sample."""
+        self._append([json.dumps(key._asdict() | {"kept": kept._asdict()}) + "\n"])
+        self.kept[key] = kept
 
     def add(self, answers: Iterable[Answer]) -> None:
         """Keeps them, on the disk too."""

@@ -22,6 +22,7 @@ from clo_jax.errors import CloError
 from clo_jax.eval.budget import shares
 from clo_jax.eval.haystack import haystack
 from clo_jax.eval.runner import Bar, no_bar
+from clo_jax.eval.selection import WHOLE, References
 from clo_jax.eval.variants import Variant
 from clo_jax.text import Tokenizer
 
@@ -31,7 +32,8 @@ PERCENTILES = (50, 90, 99, 100)
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """`lengths`: tokens of text that are read, of which the last `tokens` are decoded. `text`: a file; None: generated
-    prose, chosen by `seed`. `variants`: full attention first."""
+    prose, chosen by `seed`. `variants`: full attention first. `recall_tokens`: how many of the decoded tokens, the
+    first ones, selection recall is measured along; 0: it is not."""
 
     checkpoint: str
     variants: tuple[Variant, ...]
@@ -40,13 +42,21 @@ class Plan:
     text: Path | None
     seed: int
     dtype: str
+    recall_tokens: int = 32
+
+    @property
+    def measured_steps(self) -> int:
+        """Decoded tokens that selection recall is measured at; none without a policy to compare."""
+        alone = all(variant.attention == "full" for variant in self.variants)
+        return 0 if alone else min(self.recall_tokens, self.tokens - 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Divergence:
     """One variant at one length. `kl`: float64 [n], KL(full || variant) in nats at each decoded token. `agreement`:
     share of them where both have the same likeliest next token. `rows_moved`: for each step; None where the policy does
-    not count it, as for the other figures (see `eval.budget`)."""
+    not count it, as for the other figures (see `eval.budget`). `recall`, `mass_kept`: see `eval.selection`; None where
+    they are not measured."""
 
     variant: str
     attention: str
@@ -59,6 +69,8 @@ class Divergence:
     rows_moved: float | None
     selected: float | None
     attended: float | None
+    recall: float | None
+    mass_kept: float | None
 
     @property
     def percentiles(self) -> dict[str, float]:
@@ -97,14 +109,17 @@ def run(plan: Plan, bar: Bar = no_bar) -> Outcome:
             "lengths, or another TMPDIR"
         )
     results, described = [], {}
-    with tempfile.TemporaryDirectory(prefix="clo-jax-") as folder:
+    with (
+        References(config, plan.measured_steps * sum(plan.lengths), "--recall-tokens") as references,
+        tempfile.TemporaryDirectory(prefix="clo-jax-") as folder,
+    ):
         kept = {
             length: np.memmap(Path(folder) / str(length), np.float32, "w+", shape=(steps, config.vocab_size))
             for length in plan.lengths
         }
         for variant in plan.variants:
-            with bar(f"ppl, {variant.name}", len(plan.lengths) * steps) as advance:
-                results += _measure(plan, variant, config, ids, kept, described, advance)
+            with bar(f"ppl, {variant.name}", len(plan.lengths) * (steps + plan.measured_steps)) as advance:
+                results += _measure(plan, variant, config, ids, kept, references, described, advance)
         kept.clear()  # before the folder goes
     return Outcome(plan, tuple(results), digest, described)
 
@@ -116,6 +131,8 @@ def _text(plan: Plan, tokenizer: Tokenizer, config: ModelConfig) -> tuple[list[i
         raise ValueError("lengths: got none, wanted at least one")
     if plan.tokens < 2:
         raise ValueError(f"tokens: got {plan.tokens}, wanted at least 2")
+    if plan.recall_tokens < 0:
+        raise ValueError(f"recall_tokens: got {plan.recall_tokens}, wanted at least 0")
     for length in plan.lengths:
         if not plan.tokens < length <= limit:
             raise ValueError(
@@ -134,8 +151,8 @@ def _text(plan: Plan, tokenizer: Tokenizer, config: ModelConfig) -> tuple[list[i
 
 
 def _measure(
-    plan: Plan, variant: Variant, config: ModelConfig, ids: list[int], kept: dict[int, np.memmap],
-    described: dict[str, dict[str, Any]], advance: Callable[[int], Any],
+    plan: Plan, variant: Variant, config: ModelConfig, ids: list[int], logits_kept: dict[int, np.memmap],
+    references: References, described: dict[str, dict[str, Any]], advance: Callable[[int], Any],
 ) -> list[Divergence]:  # fmt: skip
     from clo_jax.llm import LLM
 
@@ -146,7 +163,7 @@ def _measure(
         said = llm.describe()
         described[variant.name] = {key: value for key, value in said.items() if key != "checkpoint"}
         for length in plan.lengths:
-            prefix, reference = length - plan.tokens, kept[length]
+            prefix, reference = length - plan.tokens, logits_kept[length]
             targets = np.asarray(ids[prefix + 1 : length])
             losses, kl, same = [], [], []
             predicted = llm.forced_logits(ids[:length], prefix)
@@ -161,15 +178,33 @@ def _measure(
                 same.extend(own.argmax(axis=1) == full.argmax(axis=1))
                 advance(len(logits))
                 metrics = costs
+            recall, mass_kept = _selection(plan, variant, llm, ids, length, references, advance)
             selected, attended = shares(config, variant.load, said, prefix, len(kl) + 1)
             found.append(
                 Divergence(
                     variant.name, variant.attention, variant.sparsity, length, math.exp(np.mean(losses)),
                     np.array(kl), float(np.mean(same)), metrics.hit_rate,
                     None if metrics.backend is None else metrics.rows_moved / len(kl), selected, attended,
+                    recall, mass_kept,
                 )
             )  # fmt: skip
     return found
+
+
+def _selection(
+    plan: Plan, variant: Variant, llm: Any, ids: list[int], length: int, references: References,
+    advance: Callable[[int], Any],
+) -> tuple[float | None, float | None]:  # fmt: skip
+    """Recall and mass kept of a variant along the first decoded tokens; full attention leaves the reference."""
+    if not plan.measured_steps:
+        return None, None
+    prefix = length - plan.tokens
+    tokens = ids[: prefix + plan.measured_steps + 1]
+    if variant.attention == "full":
+        references.take(length, llm, tokens, prefix, advance)
+        return WHOLE.recall, WHOLE.mass
+    found = references.compare(length, llm, tokens, prefix, variant.sparsity, advance)
+    return found.recall, found.mass
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

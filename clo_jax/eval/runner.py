@@ -16,7 +16,9 @@ from clo_jax.errors import CloError
 from clo_jax.eval import metrics, samples
 from clo_jax.eval.answers import Answer, AnswerFile, Key, digest
 from clo_jax.eval.budget import shares
+from clo_jax.eval.measuring import Measuring
 from clo_jax.eval.samples import PromptFormat, Sample, Task
+from clo_jax.eval.selection import Kept
 from clo_jax.eval.sources import Sources
 from clo_jax.eval.variants import Variant
 from clo_jax.text import Tokenizer
@@ -49,19 +51,22 @@ class Plan:
     max_batch: int
     sources: Sources
     folder: Path  # of samples and answers
+    recall: int = 1  # samples of each task and length that selection recall is measured along
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """`samples[length, task]` without those that do not fit, which `left_out` counts; `answers` of the plan, by key;
-    `keys[variant name]`: digest of its settings; `described[variant name]`: what its LLM said of itself; `skipped`:
-    tasks that are left out, with what they need; `file`: of the answers."""
+    `kept`: what policies keep of what full attention looks at, by key of the samples that this is measured along (see
+    `eval.selection`); `keys[variant name]`: digest of its settings; `described[variant name]`: what its LLM said of
+    itself; `skipped`: tasks that are left out, with what they need; `file`: of the answers."""
 
     plan: Plan
     chat: bool
     samples: dict[tuple[int, str], list[Sample]]
     left_out: dict[tuple[int, str], int]
     answers: dict[Key, Answer]
+    kept: dict[Key, Kept]
     keys: dict[str, str]
     described: dict[str, Any]
     skipped: dict[str, str]
@@ -93,20 +98,35 @@ def run(plan: Plan, bar: Bar = no_bar) -> Outcome:
     }  # fmt: skip
     file = AnswerFile(plan.folder, setup)
     keys = {variant.name: _settings(variant, info.path) for variant in plan.variants}
-    for variant in plan.variants:
-        asking = _Asking(plan, variant, keys[variant.name], config, prompts, tasks, fitting, file)
-        if asking.num_open:
-            with bar(f"{plan.suite}, {variant.name}", asking.num_open) as advance:
-                asking.run(advance)
-        asking.require_answers()
+    with Measuring(config, plan.recall, plan.variants, keys, prompts, fitting, file) as measuring:
+        for variant in plan.variants:
+            asking = _Asking(plan, variant, keys[variant.name], config, prompts, tasks, fitting, file)
+            with contextlib.ExitStack() as stack:
+                llm = stack.enter_context(_load(plan, variant)) if asking.num_open or measuring.open(variant) else None
+                if asking.num_open:
+                    with bar(f"{plan.suite}, {variant.name}", asking.num_open) as advance:
+                        asking.run(llm, advance)
+                asking.require_answers()
+                if todo := measuring.open(variant):
+                    with bar(f"{plan.suite}, {variant.name}, selection", len(todo)) as advance:
+                        measuring.run(llm, variant, advance)
     wanted = {
         key: file.answers[key]
         for variant in plan.variants
         for (length, _), made in fitting.items()
         for key in (Key(variant.name, keys[variant.name], length, sample.task, sample.index) for sample in made)
     }
+    kept = {key: file.kept[key] for key in measuring.keys() if key in file.kept}
     described = {name: file.described.get((name, settings), {}) for name, settings in keys.items()}
-    return Outcome(plan, prompts.chat, fitting, left_out, wanted, keys, described, skipped, file.path)
+    return Outcome(plan, prompts.chat, fitting, left_out, wanted, kept, keys, described, skipped, file.path)
+
+
+def _load(plan: Plan, variant: Variant) -> Any:
+    from clo_jax.llm import LLM
+
+    return LLM.load(
+        plan.checkpoint, dtype=plan.dtype, max_context=max(plan.lengths), max_batch=plan.max_batch, **variant.load
+    )
 
 
 def _prompts(plan: Plan, config: ModelConfig, info: CheckpointInfo) -> PromptFormat:
@@ -120,9 +140,9 @@ def _prompts(plan: Plan, config: ModelConfig, info: CheckpointInfo) -> PromptFor
     for name, values in (("lengths", plan.lengths), ("tasks", plan.tasks)):
         if not values:
             raise ValueError(f"{name}: got none, wanted at least one")
-    for name, value in (("samples", plan.samples), ("batch", plan.max_batch)):
-        if value < 1:
-            raise ValueError(f"{name}: got {value}, wanted at least 1")
+    for name, value, least in (("samples", plan.samples, 1), ("batch", plan.max_batch, 1), ("recall", plan.recall, 0)):
+        if value < least:
+            raise ValueError(f"{name}: got {value}, wanted at least {least}")
     tokenizer = Tokenizer.from_folder(info.path)
     if plan.chat and not tokenizer.has_chat_template:
         raise ValueError(f"chat: got {info.path} without a chat template, wanted one with it")
@@ -190,24 +210,18 @@ class _Asking:
     def num_open(self) -> int:
         return sum(len(self.open(length, task)) for length, task in self.fitting)
 
-    def run(self, advance: Callable[[int], Any]) -> None:
+    def run(self, llm: Any, advance: Callable[[int], Any]) -> None:
         """Answers what is open."""
-        from clo_jax.llm import LLM
-
         plan = self.plan
-        with LLM.load(
-            plan.checkpoint, dtype=plan.dtype, max_context=max(plan.lengths), max_batch=plan.max_batch,
-            **self.variant.load,
-        ) as llm:  # fmt: skip
-            self.file.describe(self.variant.name, self.settings, llm.describe())
-            for length in plan.lengths:
-                for task in self.tasks:
-                    todo = self.open(length, task.name)
-                    for first in range(0, len(todo), plan.max_batch):
-                        batch = todo[first : first + plan.max_batch]
-                        self.file.add(self.ask(llm, length, task, batch))
-                        advance(len(batch))
-                    self.require_answers(length, _ENOUGH)
+        self.file.describe(self.variant.name, self.settings, llm.describe())
+        for length in plan.lengths:
+            for task in self.tasks:
+                todo = self.open(length, task.name)
+                for first in range(0, len(todo), plan.max_batch):
+                    batch = todo[first : first + plan.max_batch]
+                    self.file.add(self.ask(llm, length, task, batch))
+                    advance(len(batch))
+                self.require_answers(length, _ENOUGH)
 
     def ask(self, llm: Any, length: int, task: Task, batch: Sequence[Sample]) -> list[Answer]:
         ids = [self.prompts.encode(sample.text, sample.prefix, sample.chat) for sample in batch]

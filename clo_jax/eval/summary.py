@@ -9,6 +9,7 @@ import numpy as np
 from clo_jax.eval import intervals, metrics
 from clo_jax.eval.answers import Answer, Key
 from clo_jax.eval.runner import Outcome
+from clo_jax.eval.selection import WHOLE, Kept
 from clo_jax.eval.variants import FULL
 
 
@@ -27,7 +28,9 @@ class Score:
 class Summary:
     """One variant at one length. `mean`: over tasks of their scores. `loss`: of full attention's mean less this one, on
     the same samples; positive where this is worse; None for full attention itself. `rows_moved`: for each decode step
-    of one sequence. The other figures are means over answers, None where the policy does not count them."""
+    of one sequence. `recall`, `mass_kept`: over heads, layers and steps of the samples that they are measured along
+    (`eval.selection`); None where they are not. The other figures are means over answers, None where the policy does
+    not count them."""
 
     variant: str
     attention: str
@@ -40,6 +43,8 @@ class Summary:
     rows_moved: float | None
     selected: float | None
     attended: float | None
+    recall: float | None
+    mass_kept: float | None
 
 
 def summarize(outcome: Outcome) -> list[Summary]:
@@ -60,13 +65,16 @@ def summarize(outcome: Outcome) -> list[Summary]:
                 for scored, given in ((scores, answers[task]), (control, of(FULL.name))):
                     pairs = zip(given, made, strict=True)
                     scored[task] = np.array([metric_of[task](a.text, s.outputs) for a, s in pairs])
-            found.append(_summary(variant, length, answers, scores, control))
+            kept = [k for key, k in outcome.kept.items() if key.variant == variant.name and key.length == length]
+            if variant.attention == "full" and outcome.plan.recall:
+                kept = [WHOLE]
+            found.append(_summary(variant, length, answers, scores, control, kept))
     return found
 
 
 def _summary(
     variant: Any, length: int, answers: Mapping[str, list[Answer]], scores: Mapping[str, np.ndarray],
-    control: Mapping[str, np.ndarray],
+    control: Mapping[str, np.ndarray], kept: list[Kept],
 ) -> Summary:  # fmt: skip
     every = [answer for given in answers.values() for answer in given]
     steps = sum(max(answer.new_tokens - 1, 0) for answer in every)
@@ -84,6 +92,8 @@ def _summary(
         rows_moved=None if None in moved or not steps else sum(moved) / steps,
         selected=_weighted((a.selected, 1) for a in every),
         attended=_weighted((a.attended, 1) for a in every),
+        recall=_weighted((k.recall, k.steps) for k in kept),
+        mass_kept=_weighted((k.mass, k.steps) for k in kept),
     )  # fmt: skip
 
 

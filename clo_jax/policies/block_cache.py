@@ -60,6 +60,7 @@ class BlockRows(HostRows):
         the places of the blocks that enter, int32 [B, C], -1: none, and their rows [B, C, K, block, 2, D].
         """
         self.append(layer, slot, new)
+        self.remember(layer, index, count)
         B, K, n = index.shape
         tail = (2, self.layout.head_dim)
         source = np.full((B, K, n), -1, np.int32)

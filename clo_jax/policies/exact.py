@@ -37,10 +37,12 @@ from clo_jax.rivals import ExactConfig
 
 @dataclasses.dataclass(frozen=True)
 class ExactPolicy:
-    """See the module docstring. State of a layer: rows [B, K, S, 2, D]."""
+    """See the module docstring. State of a layer: rows [B, K, S, 2, D]; with `track` also what the last step selected,
+    [B, K, n] int32, -1 beyond the count."""
 
     layout: RivalLayout
     config: ExactConfig
+    track: bool = False
     name = "exact"
     sampled_queries = 0
     guess_from: ClassVar[GuessFrom] = "input"
@@ -52,10 +54,15 @@ class ExactPolicy:
         layout = RivalLayout.of(model, batch, max_tokens, dtype)
         return layout.with_bytes({"resident rows": max_tokens * layout.row_bytes}, 0)
 
+    @property
+    def most(self) -> int:
+        """Tokens that a head selects, at most."""
+        return int(np.ceil(self.config.sparsity * self.layout.max_tokens))
+
     def reads(self, prompt_tokens: int, cached: np.ndarray) -> Reads:
         """As `HostPolicy.reads`."""
-        most = np.ceil(self.config.sparsity * self.layout.max_tokens)
-        count = np.minimum(np.ceil(np.float32(self.config.sparsity) * (cached + 1).astype(np.float32)), most)
+        count = np.ceil(np.float32(self.config.sparsity) * (cached + 1).astype(np.float32))
+        count = np.minimum(count, self.most)
         return Reads(count, count)
 
     def tables(self) -> tuple[Tables, ...]:
@@ -70,7 +77,10 @@ class ExactPolicy:
     def absorb(
         self, kind: str, tables: Tables, prompt: Prefilled, layer: jax.Array, shared: Shared
     ) -> tuple[LayerState, Shared]:
-        return {"resident": pad_tokens(prompt.rows, self.layout.max_tokens)}, shared
+        state = {"resident": pad_tokens(prompt.rows, self.layout.max_tokens)}
+        if self.track:
+            state["selected"] = jnp.full((*prompt.rows.shape[:2], self.most), -1, jnp.int32)
+        return state, shared
 
     def prefetch(
         self, layer: int, tables: Tables, query: jax.Array, at: Position, state: LayerState, shared: Shared
@@ -88,13 +98,15 @@ class ExactPolicy:
         score = dense.masked(
             dense.scores(query, rows[:, :, :, 0], lay.head_dim**-0.5), token <= at.position[:, None, None]
         )
-        most = int(np.ceil(self.config.sparsity * S))
-        count = dense.num_selected(self.config.sparsity, at.position + 1, most)
-        index, chosen = dense.heaviest(dense.group_mass(score), count, most)
+        count = dense.num_selected(self.config.sparsity, at.position + 1, self.most)
+        index, chosen = dense.heaviest(dense.group_mass(score), count, self.most)
         picked = jnp.take_along_axis(score, index[:, :, None], axis=3)
         values = jnp.take_along_axis(rows[:, :, :, 1], index[..., None], axis=2)
         out = dense.attend([dense.Part(dense.masked(picked, chosen), values)], q.dtype)
-        return out, {"resident": rows}, shared
+        state = {"resident": rows}
+        if self.track:
+            state["selected"] = jnp.where(chosen, index, -1)
+        return out, state, shared
 
 
 def write_row(rows: jax.Array, index: jax.Array, new: jax.Array) -> jax.Array:

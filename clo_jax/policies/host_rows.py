@@ -47,6 +47,7 @@ class HostRows:
             np.zeros(shape if layout.offloaded(layer) else (0,), jnp.dtype(layout.dtype))
             for layer in range(layout.num_layers)
         ]
+        self._asked: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by layer: index and count of the last step
         self._lock = threading.Lock()
         self.handle = next(_numbers)
         _keepers[self.handle] = self
@@ -78,6 +79,17 @@ class HostRows:
         _keepers.pop(self.handle, None)
         self._rows = []
 
+    def selected(self, layer: int) -> list[list[np.ndarray]]:
+        """Numbers of the rows that the last step of a layer asked for, by [B][K]. They are tokens, unless the rows are
+        a pool that new tokens take places of. ValueError before the first step."""
+        index, count = self._last(layer)
+        return [[row[:n] for row in heads] for heads, n in zip(index, count, strict=True)]
+
+    def _last(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        if layer not in self._asked:
+            raise ValueError(f"layer: got {layer}, which has asked for no rows yet")
+        return self._asked[layer]
+
     # --- callbacks ----------------------------------------
 
     def on_offload(self, layer: int, rows: np.ndarray, lengths: np.ndarray) -> tuple[()]:
@@ -96,6 +108,7 @@ class HostRows:
         rows [B, K, 2, D] belong, -1: nowhere. Returns [B, K, n, 2, D], zeros beyond the count.
         """
         self.append(layer, slot, new)
+        self.remember(layer, index, count)
         B, K, n = index.shape
         staging = np.zeros((B, K, n, 2, self.layout.head_dim), new.dtype)
         for b in range(B):
@@ -111,6 +124,10 @@ class HostRows:
         b, head = np.nonzero(slot >= 0)
         self._rows[layer][b, head, slot[b, head]] = new[b, head]
         self._offloaded(len(b))
+
+    def remember(self, layer: int, index: np.ndarray, count: np.ndarray) -> None:
+        """Keeps what a step asks for. Copies: the operands of a callback are XLA's memory."""
+        self._asked[layer] = (index.copy(), count.copy())
 
     # --- counting ----------------------------------------
 

@@ -56,7 +56,7 @@ from clo_jax.policies.exact import write_row
 from clo_jax.policies.full import pad_tokens
 from clo_jax.policies.geometry import RivalLayout
 from clo_jax.policies.host_rows import HostRows, call
-from clo_jax.policies.rival import HostPolicy, Reads
+from clo_jax.policies.rival import Always, HostPolicy, Reads
 from clo_jax.rivals import InfiniGenConfig
 
 
@@ -123,10 +123,13 @@ class InfiniGenPolicy(HostPolicy):
         """Rows of the staging buffer of a head."""
         return min(math.ceil(self.config.sparsity * self.layout.max_tokens), self.pool)
 
+    def always(self, prompt_tokens: int, cached: np.ndarray) -> Always:
+        return Always(0, cached)
+
     def reads(self, prompt_tokens: int, cached: np.ndarray) -> Reads:
         stored = np.minimum(cached, self.pool)
         count = np.minimum(np.ceil(np.float32(self.config.sparsity) * stored.astype(np.float32)), self.most)
-        return Reads(count, count + 1)
+        return Reads(count, self.always(prompt_tokens, cached).count(cached) + count)
 
     # --- prefill ----------------------------------------
 

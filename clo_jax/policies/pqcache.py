@@ -60,7 +60,7 @@ from clo_jax.policies.exact import write_row
 from clo_jax.policies.geometry import RivalLayout
 from clo_jax.policies.host_rows import call
 from clo_jax.policies.ring import held_tokens, ring_place
-from clo_jax.policies.rival import HostPolicy, Reads
+from clo_jax.policies.rival import Always, HostPolicy, Reads
 from clo_jax.rivals import PQCacheConfig
 
 
@@ -129,12 +129,14 @@ class PQCachePolicy(HostPolicy):
         """The first token of the window at a context of `length` tokens; those from the sink to it are candidates."""
         return jnp.maximum(length - sizes(self.config, length)[0], self.config.sink_tokens)
 
+    def always(self, prompt_tokens: int, cached: np.ndarray) -> Always:
+        recent, _ = sizes(self.config, cached + 1, np)
+        return Always(self.config.sink_tokens, np.maximum(cached + 1 - recent, self.config.sink_tokens))
+
     def reads(self, prompt_tokens: int, cached: np.ndarray) -> Reads:
-        length, sink = cached + 1, self.config.sink_tokens
-        recent, selected = sizes(self.config, length, np)
-        begin = np.maximum(length - recent, sink)
-        selected = np.minimum(selected, np.maximum(begin - sink, 0))
-        return Reads(selected, np.minimum(sink, length) + np.maximum(length - begin, 0) + selected)
+        always = self.always(prompt_tokens, cached)
+        selected = np.minimum(sizes(self.config, cached + 1, np)[1], always.begin - always.sink)
+        return Reads(selected, always.count(cached) + selected)
 
     # --- prefill ----------------------------------------
 

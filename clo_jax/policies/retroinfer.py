@@ -59,7 +59,7 @@ from clo_jax.policies.exact import write_row
 from clo_jax.policies.geometry import RivalLayout
 from clo_jax.policies.host_rows import call
 from clo_jax.policies.ring import held_tokens, ring_place
-from clo_jax.policies.rival import HostPolicy, Reads
+from clo_jax.policies.rival import Always, HostPolicy, Reads
 from clo_jax.policies.wave_buffer import ClusterRows
 from clo_jax.rivals import RetroInferConfig
 
@@ -96,7 +96,7 @@ class RetroInferPolicy(HostPolicy):
     def keeper(layout: RivalLayout, config: RetroInferConfig) -> ClusterRows:
         """The host's part."""
         policy = RetroInferPolicy(layout, config, 0)
-        return ClusterRows(layout, policy.room, policy.pages, config.page_tokens, policy.buffer)
+        return ClusterRows(layout, policy.room, policy.pages, config.page_tokens, policy.buffer, config.sink_tokens)
 
     # --- sizes ----------------------------------------
 
@@ -138,18 +138,25 @@ class RetroInferPolicy(HostPolicy):
         held = round(config.cache_ratio * self.room) if config.cache_ratio else 3 * self.probes
         return min(held, self.room) * -(-config.cluster_tokens // config.page_tokens)
 
-    def reads(self, prompt_tokens: int, cached: np.ndarray) -> Reads:
+    def always(self, prompt_tokens: int, cached: np.ndarray) -> Always:
+        first, updates = self._updates(prompt_tokens, cached)
+        return Always(self.config.sink_tokens, first + updates * self.config.update_tokens)
+
+    def _updates(self, prompt_tokens: int, cached: np.ndarray) -> tuple[int, np.ndarray]:
+        """How far the prompt is indexed, and how often new tokens have been."""
         config = self.config
         first = max(prompt_tokens - config.recent_tokens, config.sink_tokens)
-        updates = np.maximum(cached - first - config.recent_tokens, 0) // config.update_tokens
-        indexed = first + updates * config.update_tokens
+        return first, np.maximum(cached - first - config.recent_tokens, 0) // config.update_tokens
+
+    def reads(self, prompt_tokens: int, cached: np.ndarray) -> Reads:
+        config, always = self.config, self.always(prompt_tokens, cached)
+        first, updates = self._updates(prompt_tokens, cached)
         number = clusters.num_clusters(np.int32(first - config.sink_tokens), config.cluster_tokens, np)
         number = number + updates * (config.update_tokens // config.cluster_tokens)
         share = np.round(np.float32(config.sparsity) * number.astype(np.float32))
-        of_mean_size = (indexed - config.sink_tokens) / np.maximum(number, 1)
+        of_mean_size = (always.begin - always.sink) / np.maximum(number, 1)
         selected = np.minimum(np.maximum(share, 1), self.probes) * of_mean_size
-        steady = np.minimum(config.sink_tokens, cached + 1) + np.maximum(cached + 1 - indexed, 0)
-        return Reads(selected, steady + selected)
+        return Reads(selected, always.count(cached) + selected)
 
     # --- prefill ----------------------------------------
 

@@ -22,6 +22,18 @@ class Reads(NamedTuple):
     attended: np.ndarray
 
 
+class Always(NamedTuple):
+    """What one of a policy's own heads attends to whatever the scores: tokens before `sink` and from `begin` on, with
+    sink <= begin; int or int arrays over the steps."""
+
+    sink: np.ndarray | int
+    begin: np.ndarray | int
+
+    def count(self, cached: np.ndarray) -> np.ndarray:
+        """How many they are of the `cached` tokens and the one being decoded."""
+        return np.minimum(self.sink, cached + 1) + np.maximum(cached + 1 - self.begin, 0)
+
+
 class HostPolicy:
     """A policy with rows in host memory. A subclass says what happens in its own layers: `absorb_own`, `prefetch_own`
     (nothing, unless it speculates), `attend_own`; the arguments are those of `policies.base.Policy`."""
@@ -74,6 +86,10 @@ class HostPolicy:
     ) -> tuple[jax.Array, LayerState, Shared]:
         raise NotImplementedError
 
-    def reads(self, prompt_tokens: int, cached: np.ndarray) -> Reads:
+    def always(self, prompt_tokens: int, cached: np.ndarray) -> Always:
         """Of steps with `cached` tokens before them (int32), after a prompt of `prompt_tokens`."""
+        raise NotImplementedError
+
+    def reads(self, prompt_tokens: int, cached: np.ndarray) -> Reads:
+        """Of the same steps."""
         raise NotImplementedError

@@ -38,15 +38,16 @@ class LruClusters:
 class ClusterRows(HostRows):
     """Rows in host memory, those of a cluster side by side, and an LRU list per layer, sequence and KV head."""
 
-    def __init__(self, layout, room: int, pages: int, page: int, buffer: int) -> None:
+    def __init__(self, layout, room: int, pages: int, page: int, buffer: int, sink: int) -> None:
         """room: clusters of a head; pages: of the device cache of a head, with `page` rows each; buffer: rows of the
-        execution buffer of a head."""
+        execution buffer of a head; sink: first tokens that are in no cluster."""
         super().__init__(layout)
-        self._room, self._num_pages, self._page, self._buffer = room, pages, page, buffer
+        self._room, self._num_pages, self._page, self._buffer, self._sink = room, pages, page, buffer, sink
         self._lists: dict[int, list[list[LruClusters]]] = {}
         self._starts: dict[int, np.ndarray] = {}  # [B, K, room]: first row of each cluster
         self._sizes: dict[int, np.ndarray] = {}
         self._filled: dict[int, np.ndarray] = {}  # [B]: rows that are there
+        self._tokens: dict[int, np.ndarray] = {}  # [B, K, S] int32: token of each row
 
     def on_build(self, layer: int, rows: np.ndarray, labels: np.ndarray) -> tuple[()]:
         """Begins with a prompt: rows [B, K, N, 2, D] and the cluster of each [B, K, N], -1: not indexed."""
@@ -55,10 +56,20 @@ class ClusterRows(HostRows):
         self._starts[layer] = np.zeros((B, K, self._room), np.int64)
         self._sizes[layer] = np.zeros((B, K, self._room), np.int64)
         self._filled[layer] = np.zeros(B, np.int64)
-        return self.on_extend(layer, rows, labels, np.zeros(B, np.int64))
+        self._tokens[layer] = np.zeros((B, K, self.layout.max_tokens), np.int32)
+        self._add(layer, rows, labels, np.zeros(B, np.int64), np.zeros(B, np.int64))
+        return ()
 
     def on_extend(self, layer: int, rows: np.ndarray, labels: np.ndarray, first: np.ndarray) -> tuple[()]:
-        """Adds clusters: rows and labels as `on_build`, the labels of sequence b count from first[b]."""
+        """Adds clusters of the tokens that follow the indexed ones: rows and labels as `on_build`, the labels of
+        sequence b count from first[b]."""
+        self._add(layer, rows, labels, first, self._sink + self._filled[layer])
+        return ()
+
+    def _add(
+        self, layer: int, rows: np.ndarray, labels: np.ndarray, first: np.ndarray, first_token: np.ndarray
+    ) -> None:
+        """As `on_extend`; rows[b, :, i] are those of token first_token[b] + i."""
         B, K, _ = labels.shape
         for b in range(B):
             filled = self._filled[layer][b]
@@ -66,13 +77,27 @@ class ClusterRows(HostRows):
                 label = labels[b, head]
                 order = np.argsort(label, kind="stable")[np.count_nonzero(label < 0) :]
                 self._rows[layer][b, head, filled : filled + len(order)] = rows[b, head, order]
+                self._tokens[layer][b, head, filled : filled + len(order)] = first_token[b] + order
                 sizes = np.bincount(label[order])
                 where = slice(first[b], first[b] + len(sizes))
                 self._sizes[layer][b, head, where] = sizes
                 self._starts[layer][b, head, where] = filled + np.cumsum(sizes) - sizes
             self._filled[layer][b] += len(order)
             self._offloaded(len(order) * K)
-        return ()
+
+    def selected(self, layer: int) -> list[list[np.ndarray]]:
+        """Tokens of the clusters that the last step of a layer retrieved, by [B][K]. ValueError before the first
+        step."""
+        wanted, count = self._last(layer)
+        return [
+            [self._members(layer, b, head, wanted[b, head, : count[b, head]]) for head in range(wanted.shape[1])]
+            for b in range(len(wanted))
+        ]
+
+    def _members(self, layer: int, b: int, head: int, clusters: np.ndarray) -> np.ndarray:
+        starts, sizes = self._starts[layer][b, head, clusters], self._sizes[layer][b, head, clusters]
+        rows = [np.arange(start, start + n) for start, n in zip(starts, sizes, strict=True)]
+        return self._tokens[layer][b, head, np.concatenate(rows)] if rows else np.zeros(0, np.int32)
 
     def on_access(
         self, layer: int, clusters: np.ndarray, count: np.ndarray
@@ -82,6 +107,7 @@ class ClusterRows(HostRows):
         Returns where in the device cache each row of the buffer is, int32 [B, K, E], -1: nowhere; the others' rows
         [B, K, E, 2, D]; and where in the cache each row of the buffer goes afterwards, int32 [B, K, E], -1: nowhere.
         """
+        self.remember(layer, clusters, count)
         B, K, _ = clusters.shape
         store = self._rows[layer]
         source = np.full((B, K, self._buffer), -1, np.int32)

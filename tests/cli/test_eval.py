@@ -40,6 +40,8 @@ def test_ruler(run, checkpoint, tmp_path):
     # The whole budget is full attention: the same answers, so the same scores.
     assert clo["tasks"] == full["tasks"] and clo["loss"]["value"] == 0 and clo["attended"] == 1
     assert clo["rows_moved"] > 0 and full["loss"] is None
+    assert clo["recall"] == full["recall"] == 1 and clo["mass_kept"] == pytest.approx(1)
+    assert content["args"]["recall"] == 1
     policy = content["args"]["policies"]["clo 100 %"]
     assert policy["load"]["clo"]["sparsity"] == 1 and policy["described"]["retriever"] == "sign"
     assert "2 samples a task: intervals of means and losses say little" in first.err
@@ -47,7 +49,7 @@ def test_ruler(run, checkpoint, tmp_path):
     again = run(*args)
     assert again.code == 0 and again.out == first.out
     answers = (tmp_path / "kept").glob("answers-*.jsonl")
-    assert [len(path.read_text("utf-8").split("\n")) for path in answers] == [1 + 2 * (1 + 2 * 2) + 1]
+    assert [len(path.read_text("utf-8").split("\n")) for path in answers] == [1 + 2 * (1 + 2 * 2) + 2 + 1]
 
 
 def test_niah(run, checkpoint, tmp_path, monkeypatch):
@@ -93,6 +95,9 @@ def test_ppl(run, checkpoint, tmp_path, monkeypatch):
     full, clo = content["rows"]
     assert full["kl"]["mean"] == 0 and clo["control"] == full["value"] > 1
     assert len(clo["kl"]["by_token"]) == 32 and clo["kl"]["mean"] > 0.1 and clo["attended"] == 1
+    # Of all tokens (a budget of 100 %) the planted model attends to one, that has three quarters of the mass.
+    assert full["recall"] == 1 and clo["recall"] == pytest.approx(1 / 240, rel=0.1)
+    assert clo["mass_kept"] == pytest.approx(0.75) and content["args"]["recall_tokens"] == 32
     assert content["args"]["text"] == "generated"
 
 

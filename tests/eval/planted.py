@@ -6,16 +6,18 @@ import types
 
 import numpy as np
 
+from clo_jax.checkpoints import read_info
+from clo_jax.policies.attended import Attended
 from clo_jax.text import Tokenizer
 
 
 def plant(monkeypatch, checkpoint):
-    """Puts a fresh class in place of LLM and returns it: `loads`, `asked` remember; `answer` is given in place of the
-    right one; after `fail_after` prompts Ctrl-C comes."""
-    tokenizer = Tokenizer.from_folder(checkpoint)
+    """Puts a fresh class in place of LLM and returns it: `loads`, `asked`, `watched` remember; `answer` is given in
+    place of the right one; after `fail_after` prompts Ctrl-C comes."""
+    tokenizer, layers = Tokenizer.from_folder(checkpoint), read_info(checkpoint)[0].num_layers
 
     class LLM:
-        loads, asked, fail_after, answer = [], [], None, None
+        loads, asked, watched, fail_after, answer = [], [], [], None, None
 
         def __init__(self, options):
             self.options = options
@@ -56,6 +58,20 @@ def plant(monkeypatch, checkpoint):
                 logits[np.arange(len(last)), last] = again
                 moved = None if self.options["attention"] == "full" else "host"
                 yield logits, types.SimpleNamespace(backend=moved, hit_rate=0.5, rows_moved=3 * (first + 7 - prefix))
+
+        def forced_attention(self, tokens, prefix):
+            """Full attention looks at the last two tokens alone, others attend to the last one. Of the layers
+            the first is resident; two heads."""
+            cls = type(self)
+            cls.watched.append((self.options["attention"], len(tokens) - prefix))
+            for n in range(prefix + 1, len(tokens)):
+                mass, last = np.zeros((2, n), np.float32), np.zeros((2, n), bool)
+                mass[:, -2:], last[:, -1] = (0.25, 0.75), True
+                none = Attended(np.zeros(0, np.int32), last[:0])
+                if self.options["attention"] == "full":
+                    yield (none._replace(mass=mass),) * layers
+                else:
+                    yield none, *(Attended(np.arange(2), last),) * (layers - 1)
 
         def describe(self):
             sizes = {"max_context": self.options["max_context"], "dtype": "float32"}

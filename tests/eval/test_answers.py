@@ -6,6 +6,7 @@ import pytest
 
 from clo_jax.errors import CloError
 from clo_jax.eval.answers import Answer, AnswerFile, Key
+from clo_jax.eval.selection import Kept
 
 
 def answer(index, text="found\nit \u2028", **more):
@@ -31,6 +32,14 @@ def test_what_a_model_said_of_itself_comes_back(tmp_path):
     again = AnswerFile(tmp_path, {})
     assert again.described == {("clo 10 %", "abc"): {"retriever": "sign"}} and len(again.answers) == 1
     assert len(again.path.read_text("utf-8").splitlines()) == 3
+
+
+def test_what_a_policy_keeps_comes_back(tmp_path):
+    file, kept = AnswerFile(tmp_path, {}), Kept(0.75, 0.9, 16)
+    file.keep(answer(0).key, kept)
+    file.add([answer(0)])
+    again = AnswerFile(tmp_path, {})
+    assert again.kept == file.kept == {answer(0).key: kept} and again.answers == file.answers
 
 
 def test_another_setup_has_another_file(tmp_path):

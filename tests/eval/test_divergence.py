@@ -51,6 +51,23 @@ def test_planted_predictions(plan, tmp_path):
     assert full.attended == 1 and clo.selected == pytest.approx(0.1, abs=0.001) and clo.attended < 0.6
     assert clo.percentiles == pytest.approx({"p50": want, "p90": want, "p99": want, "p100": want})
     assert len(outcome.text) == 64
+    # Of the heaviest tenth the last one, which has three quarters of the mass.
+    assert full.recall == full.mass_kept == 1
+    assert clo.recall == pytest.approx(1 / 198, rel=0.01) and clo.mass_kept == pytest.approx(0.75)
+
+
+def test_selection_is_measured_along_the_first_decoded_tokens(plan, monkeypatch, checkpoint):
+    planted = plant(monkeypatch, checkpoint)
+    divergence.run(plan)
+    assert planted.watched == [("full", 33)] * 2 + [("clo", 33)] * 2
+    planted.watched.clear()
+    divergence.run(dataclasses.replace(plan, recall_tokens=100, lengths=(1500,)))
+    assert planted.watched == [("full", 41), ("clo", 41)]
+    planted.watched.clear()
+    outcome = divergence.run(dataclasses.replace(plan, recall_tokens=0))
+    assert planted.watched == [] and {r.recall for r in outcome.results} == {None}
+    alone = divergence.run(dataclasses.replace(plan, variants=plan.variants[:1]))
+    assert planted.watched == [] and len(alone.results) == 2
 
 
 def test_generated_prose_is_long_enough(plan):
@@ -63,6 +80,7 @@ def test_wrong_calls_are_named(plan, tmp_path, monkeypatch):
     for change, message in (
         ({"text": text}, "short.txt: got 9 tokens, wanted at least 2000"),
         ({"tokens": 1}, "tokens: got 1, wanted at least 2"),
+        ({"recall_tokens": -1}, "recall_tokens: got -1, wanted at least 0"),
         ({"lengths": (200, 40)}, "lengths: got 40, wanted 42 to 4096"),
         ({"lengths": (5000,)}, "lengths: got 5000, wanted 42 to 4096"),
         ({"lengths": ()}, "lengths: got none"),

@@ -65,6 +65,66 @@ def test_an_interrupted_run_goes_on_where_it_was(plan, planted):
     assert {key: more.answers[key] for key in outcome.answers if key.length == 900}.items() <= outcome.answers.items()
 
 
+def test_selection_is_measured_along_answers_of_full_attention_once(plan, planted):
+    three = tuple(variants(["clo", "exact"], [0.1], CloConfig(), {"backend": "host"}))
+    outcome = runner.run(plan)
+    # One sample of each of two tasks at two lengths: the seven digits of the answer and one token that is not decoded.
+    assert planted.watched == [("full", 8)] * 4 + [("clo", 8)] * 4
+    assert len(outcome.kept) == 4 and {kept.steps for kept in outcome.kept.values()} == {7}
+    full, _, clo, _ = summarize(outcome)
+    assert (full.recall, full.mass_kept) == (1, 1)
+    # The last one of the heaviest tenth, which has three quarters of the mass.
+    (kept,) = {kept for key, kept in outcome.kept.items() if key.length == 900 and key.task == "niah_single_1"}
+    assert 1 / 91 < kept.recall < 1 / 70 and kept.mass == pytest.approx(0.75)
+    assert clo.recall == pytest.approx(1 / 90, rel=0.3) and clo.mass_kept == pytest.approx(0.75)
+    planted.watched.clear()
+    assert runner.run(plan).kept == outcome.kept and planted.watched == []
+    more = runner.run(dataclasses.replace(plan, variants=three, recall=2, lengths=(900,)))
+    # A second sample by both, the first one by the new policy.
+    assert planted.watched == [("full", 8)] * 4 + [("clo", 8)] * 2 + [("exact", 8)] * 4
+    assert len(more.kept) == 8
+    planted.watched.clear()
+    fewer = runner.run(dataclasses.replace(plan, lengths=(900,)))
+    assert fewer.kept == {key: kept for key, kept in outcome.kept.items() if key.length == 900}
+    none = summarize(runner.run(dataclasses.replace(plan, recall=0, seed=5)))
+    assert planted.watched == [] and {s.recall for s in none} == {s.mass_kept for s in none} == {None}
+
+
+def test_an_interrupted_measurement_goes_on_where_it_was(plan, planted, monkeypatch):
+    whole, taken = planted.forced_attention, []
+
+    def interrupted(self, tokens, prefix):
+        if self.options["attention"] == "clo":
+            taken.append(prefix)
+            if len(taken) == 3:
+                raise KeyboardInterrupt
+        return whole(self, tokens, prefix)
+
+    monkeypatch.setattr(planted, "forced_attention", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(plan)
+    assert planted.watched == [("full", 8)] * 4 + [("clo", 8)] * 2
+    planted.watched.clear()
+    assert len(runner.run(plan).kept) == 4
+    assert planted.watched == [("full", 8)] * 2 + [("clo", 8)] * 2  # full attention along what is left alone
+
+
+def test_samples_without_an_answer_are_not_measured(plan, planted):
+    whole = planted.generate
+
+    def generate(self, prompts, **options):
+        planted.answer = "7" if planted.asked else ""
+        return whole(self, prompts, **options)
+
+    planted.generate = generate
+    outcome = runner.run(dataclasses.replace(plan, lengths=(900,), max_batch=1, recall=2))
+    assert len(outcome.kept) == 3 and {kept.steps for kept in outcome.kept.values()} == {1}
+    assert planted.watched == [("full", 2)] * 3 + [("clo", 2)] * 3
+    planted.loads.clear()
+    assert len(runner.run(dataclasses.replace(plan, lengths=(900,), max_batch=1, recall=2)).kept) == 3
+    assert planted.loads == []
+
+
 def test_other_settings_are_asked_anew(plan, planted):
     runner.run(plan)
     planted.asked.clear()
@@ -117,6 +177,7 @@ def test_a_few_that_do_not_fit_are_counted(plan, planted):
         ({"lengths": ()}, "lengths: got none"),
         ({"samples": 0}, "samples: got 0, wanted at least 1"),
         ({"max_batch": 0}, "batch: got 0, wanted at least 1"),
+        ({"recall": -1}, "recall: got -1, wanted at least 0"),
         ({"tasks": (TASKS["qa_1"],)}, r"tasks: got only what is left out, .* qa_1 \(--squad FILE\)"),
     ],
 )

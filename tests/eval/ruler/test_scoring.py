@@ -36,7 +36,7 @@ def outcome(plant):
                 key = Key(variant.name, "s", length, name, sample.index)
                 moving = {} if variant.name == "full" else {"hit_rate": 0.5, "rows_moved": 40.0, "selected": 0.1}
                 answers[key] = Answer(key, plant(variant.name, sample), 11, "stop", **moving)
-    return Outcome(plan, True, made, {}, answers, {v.name: "s" for v in chosen}, {}, {}, pathlib.Path())
+    return Outcome(plan, True, made, {}, answers, {}, {v.name: "s" for v in chosen}, {}, {}, pathlib.Path())
 
 
 def test_right_answers_and_the_first_of_them():
