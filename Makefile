@@ -79,7 +79,7 @@ eval-smoke: $(DEMO)
 	  --folder $(SMOKE) --json $(SMOKE)/niah.json --plot $(SMOKE)/niah.png
 	$(EVAL) ppl $(SMOKE_ARGS) --tokens 65 --json $(SMOKE)/ppl.json --plot $(SMOKE)/ppl.png
 
-# The benches of `clo-jax bench` that take a shape, at the smallest one on the CPU: that they run, not how fast.
+# The commands of `clo-jax bench` that need no checkpoint, at the smallest shape on the CPU: that they run, not how fast.
 BENCH_SMOKE := build/bench-smoke
 BENCH := JAX_PLATFORMS=cpu $(BIN)/clo-jax bench
 BENCH_ARGS := --shape tiny --dtype float32
@@ -89,7 +89,10 @@ bench-smoke: $(INSTALLED)
 	$(BENCH) decode $(BENCH_ARGS) --lengths 512 --steps 32 --json $(BENCH_SMOKE)/decode.json --plot $(BENCH_SMOKE)/decode.png
 	$(BENCH) prefill $(BENCH_ARGS) --lengths 512 --repeats 2 --json $(BENCH_SMOKE)/prefill.json
 	$(BENCH) memory $(BENCH_ARGS) --json $(BENCH_SMOKE)/memory.json --plot $(BENCH_SMOKE)/memory.png
+	$(BENCH) layer $(BENCH_ARGS) --layers 2 --context 512 --repeats 1 --json $(BENCH_SMOKE)/layer.json
 	$(BENCH) transfer --json $(BENCH_SMOKE)/transfer.json
+	$(BIN)/python -c 'import json, pathlib; from clo_jax.bench.report import validate; \
+	  [validate(json.loads(path.read_text())) for path in pathlib.Path("$(BENCH_SMOKE)").glob("*.json")]'
 
 # One fixed torch, so that the comparison is the same everywhere.
 $(VENV)/.parity: $(INSTALLED)

@@ -9,7 +9,6 @@ transfers beside it.
 import contextlib
 import dataclasses
 import math
-import resource
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,12 +19,20 @@ from clo_jax import _host
 from clo_jax.bench import replay
 from clo_jax.bench.filled import BenchSession, WeightsOnlyPolicy
 from clo_jax.bench.subject import Subject
+from clo_jax.bench.ways import (
+    ON_DEVICE,
+    kept_bytes,
+    on_device,
+    processor_seconds,
+    require_sizes,
+    title,
+    why_it_does_not_fit,
+)  # fmt: skip
 from clo_jax.cache.layout import CacheLayout
 from clo_jax.errors import MemoryPlanError
 from clo_jax.eval.variants import Variant
 from clo_jax.policies.base import Policy, Tables
 from clo_jax.policies.clo import CloPolicy
-from clo_jax.policies.geometry import RivalLayout
 from clo_jax.policies.host_rows import HostRows
 from clo_jax.prompts import Request
 from clo_jax.transfer.engine import Counters, Engine
@@ -35,7 +42,6 @@ TUNING_ROUNDS = 6  # of two chunks each: one that settles, one that is looked at
 LONGEST_TURN = math.pi / 4
 WEIGHTS_ONLY = "weights only"
 FILLS = ("synthetic", "prefill")
-_ON_DEVICE = " on the device"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -102,25 +108,6 @@ class Measured:
 Found = dict[tuple[str, int, int], Measured]  # by name, context (0: any), batch
 
 
-def on_device(variant: Variant) -> Variant:
-    """CLO with the same selection, but its rows stay on the device."""
-    return dataclasses.replace(
-        variant, name=variant.name + _ON_DEVICE, load={**variant.load, "kv_offload": False}
-    )  # fmt: skip
-
-
-def require_sizes(subject: Subject, contexts: tuple[int, ...], batches: tuple[int, ...]) -> None:
-    """Raises ValueError for lengths or batches that are none, or that the model does not allow."""
-    limit = subject.model.max_position_embeddings
-    for option, values, least, most in (("--lengths", contexts, 2, limit), ("--batches", batches, 1, None)):
-        if not values:
-            raise ValueError(f"{option}: got none, wanted at least one")
-        for value in values:
-            if value < least or (most is not None and value > most):
-                wanted = f"at least {least}" if most is None else f"{least} to {most}, the limit of {subject.name}"
-                raise ValueError(f"{option}: got {value}, wanted {wanted}")
-
-
 def run(
     plan: Plan, keep: Callable[[Found, dict[str, str]], None] = lambda found, skipped: None,
     progress: Callable[[str], None] = lambda what: None,
@@ -158,21 +145,9 @@ def run(
     return found, skipped
 
 
-def why_it_does_not_fit(error: Exception) -> str:
-    """What a run says that does not fit the memory; raises any other error."""
-    if not isinstance(error, MemoryPlanError) and "RESOURCE_EXHAUSTED" not in str(error):
-        raise error
-    return " ".join(str(error).split())
-
-
 def num_measurements(plan: Plan) -> int:
     """How often `run` calls `progress`."""
     return len(plan.batches) * (1 + len(plan.contexts) * len(plan.ways))
-
-
-def title(name: str, context: int, batch: int) -> str:
-    """What a figure is called."""
-    return f"{name}, {context} tokens" + (f", batch {batch}" if batch > 1 else "")
 
 
 def measure(plan: Plan, params: Any, way: Variant, context: int, batch: int, angles: dict[str, float]) -> Measured:
@@ -189,7 +164,7 @@ def measure(plan: Plan, params: Any, way: Variant, context: int, batch: int, ang
         hits = "none" if engine is None else "real"
         if plan.pattern is not None and isinstance(policy, CloPolicy):
             policy, tables = replay.replayed(policy, tables, plan.pattern)
-            hits, tuned = "replayed", way.name.removesuffix(_ON_DEVICE)
+            hits, tuned = "replayed", way.name.removesuffix(ON_DEVICE)
             tables = replay.turn(tables, angles.get(tuned, replay.FIRST_ANGLE))
         prompts = subject.prompts(batch, length) if plan.fill == "prefill" else [range(length)] * batch
         request = Request(prompts, [plan.decoded] * batch, [], None)
@@ -259,18 +234,6 @@ def _timed(
         session.metrics().ttft_s if session is not None and plan.fill == "prefill" else None,
         hits, more,
     )  # fmt: skip
-
-
-def kept_bytes(layout: CacheLayout | RivalLayout, way: Variant) -> tuple[dict[str, int], int]:
-    """Bytes on the device by part, and in host memory. Rows that are not offloaded are on the device."""
-    parts, host = layout.device_bytes(), layout.host_bytes()
-    return (parts, host) if way.load.get("kv_offload", True) else (parts | {"rows not offloaded": host}, 0)
-
-
-def processor_seconds() -> float:
-    """User and system time of this process, all its threads."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
 
 
 def difference(now: Counters, before: Counters) -> Counters:

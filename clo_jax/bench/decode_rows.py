@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from clo_jax.bench import rates, report
-from clo_jax.bench.decode import WEIGHTS_ONLY, Found, Measured, Plan, new_rows, title
+from clo_jax.bench.decode import WEIGHTS_ONLY, Found, Measured, Plan, new_rows
+from clo_jax.bench.ways import title
 
 _FULL = "full"
 _WEIGHTS = "its weights at the memory read rate"

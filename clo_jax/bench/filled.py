@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from clo_jax.bench.subject import RANDOM
 from clo_jax.cache.layout import CacheLayout
 from clo_jax.generate import JITTED
 from clo_jax.policies.base import LayerState, Position, Prefilled, Shared, Tables
@@ -33,7 +34,7 @@ class BenchSession(Session):
         if self._fill == "prefill":
             return super()._prefill(raise_pending)
         batch, length = len(self._request.prompts), max(len(prompt) for prompt in self._request.prompts)
-        model, policy, key = self._model, self._policy, jax.random.key(0)
+        model, policy, key = self._model, self._policy, jax.random.key(0, impl=RANDOM)
         shape = (batch, model.num_heads, model.num_kv_heads, length, model.head_dim)
         layers, shared = [], policy.allocate()
         for index in range(model.num_layers):

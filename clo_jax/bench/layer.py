@@ -187,8 +187,11 @@ def bound(timing: Timing, hit: float, link: float) -> float:
     return sum(share * max(n * head, hit) for n, share in enumerate(timing.refreshed))
 
 
-def rows(timings: dict[tuple[str, bool], Timing], products: list[float], link: float) -> list[report.Row]:
-    """The figures. A layer that moves whole sets is compared with what the link needs for them where that is longer."""
+def rows(
+    timings: dict[tuple[str, bool], Timing], products: list[float], link: float, goals: bool = True
+) -> list[report.Row]:
+    """The figures, with the goals of a GPU where `goals` says so. A layer that moves whole sets is compared with what
+    the link needs for them where that is longer."""
     found = [
         report.Row("layer, matrix products alone", statistics.median(products), "us", more=spread(products)),
         report.Row(rates.link_name(), link / 1e9, "GB/s"),
@@ -211,7 +214,7 @@ def rows(timings: dict[tuple[str, bool], Timing], products: list[float], link: f
                     "each layer the larger of that and its bytes / link rate",
                     bound(timing, control, link),
                 )
-            goal = case.goal if beside else None
+            goal = case.goal if beside and goals else None
             with_control = case.goal is not None
             found.append(
                 report.Row(
@@ -261,4 +264,4 @@ def measure(
         timed("matrix products are measured")
         cases = [(case, measured.tuned(case)) for case in CASES]
         timed("queries are tuned")
-        return rows(measured.time(cases, repeats), products, link) + dense
+        return rows(measured.time(cases, repeats), products, link, jax.default_backend() == "gpu") + dense

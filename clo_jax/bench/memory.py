@@ -5,8 +5,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from clo_jax.bench import report
-from clo_jax.bench.decode import require_sizes, title
 from clo_jax.bench.subject import Subject
+from clo_jax.bench.ways import require_sizes, title
 from clo_jax.eval.variants import Variant
 
 CONTEXTS = tuple(2**n for n in range(15, 21))  # 32K to 1M

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from clo_jax.bench import decode_rows, report
-from clo_jax.bench.decode import kept_bytes, on_device, processor_seconds, require_sizes, title, why_it_does_not_fit
 from clo_jax.bench.subject import Subject
+from clo_jax.bench.ways import kept_bytes, on_device, processor_seconds, require_sizes, title, why_it_does_not_fit
 from clo_jax.errors import MemoryPlanError
 from clo_jax.eval.variants import Variant
 from clo_jax.prompts import Request
