@@ -34,7 +34,7 @@ else
 PLATFORM := the CPU: CUDA is off
 endif
 
-.PHONY: demo test test-all eval-smoke lint native-test sanitize clean
+.PHONY: demo test test-all eval-smoke bench-smoke lint native-test sanitize clean
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "clo-jax needs Python >= 3.11: make PYTHON=...")'
@@ -79,12 +79,27 @@ eval-smoke: $(DEMO)
 	  --folder $(SMOKE) --json $(SMOKE)/niah.json --plot $(SMOKE)/niah.png
 	$(EVAL) ppl $(SMOKE_ARGS) --tokens 65 --json $(SMOKE)/ppl.json --plot $(SMOKE)/ppl.png
 
+# The commands of `clo-jax bench` that need no checkpoint, at the smallest shape on the CPU: that they run, not how fast.
+BENCH_SMOKE := build/bench-smoke
+BENCH := JAX_PLATFORMS=cpu $(BIN)/clo-jax bench
+BENCH_ARGS := --shape tiny --dtype float32
+
+bench-smoke: $(INSTALLED)
+	rm -rf $(BENCH_SMOKE)
+	$(BENCH) decode $(BENCH_ARGS) --lengths 512 --steps 32 --json $(BENCH_SMOKE)/decode.json --plot $(BENCH_SMOKE)/decode.png
+	$(BENCH) prefill $(BENCH_ARGS) --lengths 512 --repeats 2 --json $(BENCH_SMOKE)/prefill.json
+	$(BENCH) memory $(BENCH_ARGS) --json $(BENCH_SMOKE)/memory.json --plot $(BENCH_SMOKE)/memory.png
+	$(BENCH) layer $(BENCH_ARGS) --layers 2 --context 512 --repeats 1 --json $(BENCH_SMOKE)/layer.json
+	$(BENCH) transfer --json $(BENCH_SMOKE)/transfer.json
+	$(BIN)/python -c 'import json, pathlib; from clo_jax.bench.report import validate; \
+	  [validate(json.loads(path.read_text())) for path in pathlib.Path("$(BENCH_SMOKE)").glob("*.json")]'
+
 # One fixed torch, so that the comparison is the same everywhere.
 $(VENV)/.parity: $(INSTALLED)
 	$(PIP) install -q "torch==2.13.0" -e ".[parity]" --no-build-isolation $(CUDA_BUILD)
 	touch $@
 
-test-all: $(VENV)/.parity build/demo/.fetched native-test sanitize eval-smoke
+test-all: $(VENV)/.parity build/demo/.fetched native-test sanitize eval-smoke bench-smoke
 	$(TEST_SETTINGS) $(BIN)/python -m pytest -q -m "not gpu"
 
 # The plain C++ library without Python, XLA and CUDA, and its own tests; then the same under sanitizers.

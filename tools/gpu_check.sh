@@ -55,10 +55,17 @@ if has bench; then
   }
   results kernels bench_attend bench_select bench_prefetch
   results transfer bench_transfer
-  for bench in layer gpu_decode; do
-    XLA_PYTHON_CLIENT_MEM_FRACTION=.6 JAX_DEFAULT_MATMUL_PRECISION=default step "bench_$bench" "${BENCH_LIMIT:-90}" \
-      "$PYTHON" -m "clo_jax.bench.$bench" --layers 4 --repeats 3 --out "$OUT/h200-${bench#gpu_}.json" && cat "$LOGS/bench_$bench.log"
-  done
+  # suite NAME ARGUMENTS...: a bench of the command line becomes h200-NAME.json.
+  suite() {
+    local name=$1
+    shift
+    XLA_PYTHON_CLIENT_MEM_FRACTION=.6 JAX_DEFAULT_MATMUL_PRECISION=default step "bench_$name" "${BENCH_LIMIT:-90}" \
+      "$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')/clo-jax" bench "$name" --shape llama3-8b \
+      --layers 4 "$@" --json "$OUT/h200-$name.json" && cat "$LOGS/bench_$name.log"
+  }
+  suite layer --repeats 3
+  suite decode --attention clo --hits replayed
+  suite prefill --repeats 3
 fi
 if has sanitizer; then
   # TOOL PROGRAM: "small" leaves out what waits for a kernel beside it, because a sanitizer holds kernels back.

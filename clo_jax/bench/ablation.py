@@ -1,7 +1,5 @@
 """The paper's ablation on a real model, part by part: hit rate, rows moved, right answers to hidden-number questions.
 
-    python -m clo_jax.bench.ablation CKPT [--prompts 100] [--shortest 500] [--longest 7000] [--out FILE.json]
-
     full         full attention: the control of the answers
     uniform      one threshold for all heads; a KV head misses as soon as one query head of its group does
     +T           thresholds by head importance (Eq. 7-9)
@@ -15,11 +13,8 @@ one layer ahead, layer 0 resident, sink and tail always attended, delta refresh 
 heads after a flush, the calibration's codes. A prompt at a time.
 """
 
-import argparse
 import dataclasses
-import pathlib
 import random
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -141,8 +136,10 @@ def measure(
     model: ModelConfig, params: Any, clo: CloConfig, found: Calibration, asked: Sequence[Question],
     tokenizer: Tokenizer, stop: Sequence[int], backend: str,
     keep: Callable[[dict[str, Found], dict[str, Plan]], None] = lambda results, planned: None,
+    note: Callable[[str], None] = lambda what: None,
 ) -> tuple[dict[str, Found], dict[str, Plan]]:  # fmt: skip
-    """Every row of the table, and the plans of those that have one. `keep` gets what there is after each row."""
+    """Every row of the table, and the plans of those that have one. `keep` gets what there is after each row, `note`
+    what it says."""
     context = max(len(question.ids) for question in asked) + NEW_TOKENS
     dtype = str(params["embed"]["embedding"].dtype)
     layout = CacheLayout.clo(model, clo, 1, context, dtype)
@@ -154,7 +151,7 @@ def measure(
     def run(name: str, policy: Policy, engine: Engine | None) -> None:
         results[name] = ask(model, params, policy, engine, asked, tokenizer, stop)
         one = results[name]
-        print(f"{name}: {one.right} of {len(asked)} right, {one.steps} steps", file=sys.stderr, flush=True)
+        note(f"{name}: {one.right} of {len(asked)} right, {one.steps} steps")
         keep(results, planned)
 
     def engine_of(of: CacheLayout) -> Engine:
@@ -216,39 +213,45 @@ def rows(results: dict[str, Found], planned: dict[str, Plan], number: int) -> li
     return made
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="The paper's ablation: thresholds, groups, resident heads.")
-    parser.add_argument("checkpoint")
-    parser.add_argument("--prompts", type=int, default=100)
-    parser.add_argument("--shortest", type=int, default=500, help="tokens of the shortest document")
-    parser.add_argument("--longest", type=int, default=7000)
-    parser.add_argument("--dtype", default="auto", help="of the model")
-    parser.add_argument("--backend", default="auto")
-    parser.add_argument("--seed", type=int, default=5000)
-    parser.add_argument("--out", type=pathlib.Path, default=report.RESULTS / "smollm2-ablation.json")
-    args = parser.parse_args(argv)
-    model, params, info = load_checkpoint(args.checkpoint, dtype=args.dtype)
+def run(
+    checkpoint: str, prompts: int, shortest: int, longest: int, dtype: str, backend: str, seed: int,
+    keep: Callable[[dict[str, Any], list[report.Row]], None] = lambda arguments, rows: None,
+    note: Callable[[str], None] = lambda what: None,
+) -> tuple[dict[str, Any], list[report.Row]]:  # fmt: skip
+    """The table of a checkpoint with its calibration.
+
+    Args:
+      prompts: questions, of documents of `shortest` to `longest` tokens. dtype: of the model, or "auto".
+      keep: gets what a results file holds, after each row of the table. note: called with what was just measured.
+
+    Returns:
+      What describes the run, and the figures.
+
+    Raises:
+      ValueError: a calibration that lacks a part, or sizes that make no sense.
+    """
+    if prompts < 1:
+        raise ValueError(f"--prompts: got {prompts}, wanted a positive integer")
+    model, params, info = load_checkpoint(checkpoint, dtype=dtype)
+    if not 1 <= shortest <= longest <= model.max_position_embeddings:
+        raise ValueError(
+            f"--shortest, --longest: got {shortest} and {longest}, wanted ascending lengths up to the model's "
+            f"{model.max_position_embeddings}"
+        )
     found = calibrations.read(info.path / calibrations.FOLDER).require_fit(model)
     for part in ("importance", "similarity", "costs"):
         if getattr(found, part) is None:
-            raise SystemExit(f"ablation: the calibration has no {part}: clo-jax calibrate CKPT")
+            raise ValueError(f"checkpoint: its calibration has no {part}, wanted one that has: clo-jax calibrate CKPT")
     choice = found.choice
     clo = CloConfig(retriever=choice.retriever, hash_bits=choice.hash_bits) if choice else CloConfig()
     tokenizer = Tokenizer.from_folder(info.path)
-    asked = questions(tokenizer, args.prompts, args.shortest, args.longest, args.seed)
-    arguments = vars(args) | {
-        "out": args.out.name,
-        "clo": dataclasses.asdict(clo),
-        "importance": found.importance.source,
-    }
-
-    def keep(results: dict[str, Found], planned: dict[str, Plan]) -> dict[str, Any]:
-        return report.write(args.out, "ablation", arguments, rows(results, planned, len(asked)))
-
-    stop = info.stop_token_ids
-    results, planned = measure(model, params, clo, found, asked, tokenizer, stop, args.backend, keep)
-    print(report.markdown(keep(results, planned)))
-
-
-if __name__ == "__main__":
-    main()
+    asked = questions(tokenizer, prompts, shortest, longest, seed)
+    arguments = {
+        "checkpoint": info.path.name, "prompts": prompts, "shortest": shortest, "longest": longest, "dtype": dtype,
+        "backend": backend, "seed": seed, "clo": dataclasses.asdict(clo), "importance": found.importance.source,
+    }  # fmt: skip
+    results, planned = measure(
+        model, params, clo, found, asked, tokenizer, info.stop_token_ids, backend,
+        lambda results, planned: keep(arguments, rows(results, planned, len(asked))), note,
+    )  # fmt: skip
+    return arguments, rows(results, planned, len(asked))

@@ -1,122 +1,247 @@
-"""Decode speed of one checkpoint by context length: full attention, CLO, and optionally transformers, in one run.
+"""Decode steps of the policies by context length and batch, through the same sessions that answer prompts.
 
-    python -m clo_jax.bench.decode CKPT [--contexts 1024,4096,8192] [--transformers MODEL.gguf] [--out FILE.json]
-
-The control of every row is full attention, all rows on the device, at the same context.
+A cache is filled by a prefill or with random rows; steps run in chunks, each one program. Every run has its controls:
+the step of the same model without attention ("weights only"), full attention, and CLO with the same selection and its
+rows on the device. Two chunks go before those that are timed: the first compiles, the second is the first one with
+transfers beside it.
 """
 
-import argparse
-import pathlib
-import statistics
-from collections.abc import Mapping, Sequence
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from rich.console import Console
+import jax
 
-from clo_jax.bench import report
-from clo_jax.config import CloConfig
-from clo_jax.eval.haystack import haystack
-from clo_jax.llm import LLM
+from clo_jax import _host
+from clo_jax.bench import replay
+from clo_jax.bench.filled import BenchSession, WeightsOnlyPolicy
+from clo_jax.bench.subject import Subject
+from clo_jax.bench.ways import (
+    ON_DEVICE,
+    kept_bytes,
+    on_device,
+    processor_seconds,
+    require_sizes,
+    title,
+    why_it_does_not_fit,
+)  # fmt: skip
+from clo_jax.cache.layout import CacheLayout
+from clo_jax.errors import MemoryPlanError
+from clo_jax.eval.variants import Variant
+from clo_jax.policies.base import Policy, Tables
+from clo_jax.policies.clo import CloPolicy
+from clo_jax.policies.host_rows import HostRows
+from clo_jax.prompts import Request
+from clo_jax.transfer.engine import Counters, Engine
 
-WARM_TOKENS = 16  # a first answer compiles everything; not counted
-
-
-def prompts(llm: LLM, contexts: Sequence[int], new_tokens: int) -> dict[int, list[int]]:
-    """Token ids of generated prose, `new_tokens` short of each context, so that decoding ends at the context."""
-    text = haystack(max(contexts) + 64, llm.tokenizer, seed=0)
-    ids = llm.tokenizer.encode(text)
-    return {context: ids[: context - new_tokens] for context in contexts}
-
-
-def decode_rates(llm: LLM, prompt: list[int], new_tokens: int, repeats: int) -> tuple[list[float], object]:
-    """Tokens per second of each repeat (the first token apart), and the last metrics."""
-    llm.generate(prompt, max_new_tokens=WARM_TOKENS + 1, ignore_eos=True)
-    answers = [llm.generate(prompt, max_new_tokens=new_tokens, ignore_eos=True)[0] for _ in range(repeats)]
-    return [1 / answer.metrics.tpot_s for answer in answers], answers[-1].metrics
-
-
-def transformers_rates(gguf: pathlib.Path, prompt: list[int], new_tokens: int, repeats: int) -> list[float]:
-    """The same for Hugging Face transformers with its cache in memory: fp32, greedy, SDPA attention."""
-    import time
-
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32).eval()
-    rates = []
-    with torch.no_grad():
-        for _ in range(repeats):
-            out = model(torch.tensor([prompt]), use_cache=True, logits_to_keep=1)
-            token, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
-            start = time.perf_counter()
-            for _ in range(new_tokens - 1):
-                out = model(token, past_key_values=cache, use_cache=True)
-                token, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
-            rates.append((new_tokens - 1) / (time.perf_counter() - start))
-    return rates
+WARM_CHUNKS = 2
+TUNING_ROUNDS = 6  # of two chunks each: one that settles, one that is looked at
+LONGEST_TURN = math.pi / 4
+WEIGHTS_ONLY = "weights only"
+FILLS = ("synthetic", "prefill")
 
 
-def table(content: Mapping[str, Any]) -> str:
-    """The README's table of a results file: tokens/s by context and system."""
-    contexts = sorted({row["context"] for row in content["rows"]})
-    systems = list(dict.fromkeys(row["name"].split(",")[0] for row in content["rows"]))
-    by_name = {row["name"]: row["value"] for row in content["rows"]}
-    lines = ["| context | " + " | ".join(systems) + " |", "|---" * (len(systems) + 1) + "|"]
-    for context in contexts:
-        values = (by_name.get(f"{system}, {context} tokens") for system in systems)
-        lines.append(f"| {context:,} | " + " | ".join("" if v is None else f"{v:.1f}" for v in values) + " |")
-    return "\n".join(lines)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """What is measured. `contexts`: tokens of prompt and answer together. `steps`: timed ones, a multiple of `chunk`.
+    `pattern`: the hits of CLO; None: as the model makes them."""
 
+    subject: Subject
+    variants: tuple[Variant, ...]  # full attention first
+    contexts: tuple[int, ...]
+    batches: tuple[int, ...] = (1,)
+    steps: int = 128
+    chunk: int = 16
+    fill: str = "synthetic"
+    pattern: replay.Pattern | None = None
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Decode speed by context length.")
-    parser.add_argument("checkpoint")
-    parser.add_argument("--contexts", default="1024,4096,8192")
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--transformers", type=pathlib.Path, help="GGUF file for the transformers rival")
-    parser.add_argument("--out", type=pathlib.Path, default=report.RESULTS / "cpu-decode.json")
-    args = parser.parse_args(argv)
-    contexts = [int(n) for n in args.contexts.split(",")]
-    console = Console(stderr=True)
-    measured: dict[tuple[str, int], list[float]] = {}
-    details: dict[tuple[str, int], dict] = {}
-    texts: dict[int, list[int]] = {}
-    for attention in ("full", "clo"):
-        with LLM.load(args.checkpoint, attention=attention, clo=CloConfig(), max_context=max(contexts)) as llm:
-            texts = prompts(llm, contexts, args.new_tokens)
-            for context in contexts:
-                rates, metrics = decode_rates(llm, texts[context], args.new_tokens, args.repeats)
-                measured[attention, context] = rates
-                details[attention, context] = {
-                    "hit_rate": metrics.hit_rate, "rows_moved": metrics.rows_moved, "ttft_s": metrics.ttft_s,
-                    "device_kv_bytes": metrics.device_kv_bytes, "host_kv_bytes": metrics.host_kv_bytes,
-                    "retriever": metrics.retriever, "head_scores": metrics.head_scores,
-                }  # fmt: skip
-                console.print(f"{attention} {context}: {statistics.median(rates):.2f} tokens/s")
-    if args.transformers:
-        for context in contexts:
-            measured["transformers", context] = transformers_rates(
-                args.transformers, texts[context], args.new_tokens, args.repeats
+    def __post_init__(self) -> None:
+        """Raises ValueError: what is out of range; contexts that the model or the steps do not allow."""
+        require_sizes(self.subject, self.contexts, self.batches)
+        if self.chunk < 1:
+            raise ValueError(f"--chunk: got {self.chunk}, wanted a positive integer")
+        if self.steps < 1 or self.steps % self.chunk:
+            raise ValueError(f"--steps: got {self.steps}, wanted a positive multiple of --chunk = {self.chunk}")
+        if self.fill not in FILLS:
+            raise ValueError(f"--fill: got {self.fill!r}, wanted {' or '.join(FILLS)}")
+        if self.contexts[0] < 2 * self.decoded:
+            raise ValueError(
+                f"--lengths: got {self.contexts[0]}, wanted at least {2 * self.decoded}: {self.decoded} tokens are "
+                "decoded"
             )
-            console.print(
-                f"transformers {context}: {statistics.median(measured['transformers', context]):.2f} tokens/s"
-            )
-    rows = []
-    for (system, context), rates in measured.items():
-        control = statistics.median(measured["full", context])
-        goal = ">= 1.0" if system == "clo" and context >= 8192 else None
-        more = details.get((system, context), {}) | {
-            "context": context, "batch": 1, "repeats": len(rates), "min": min(rates), "max": max(rates),
-        }  # fmt: skip
-        rows.append(
-            report.Row(f"{system}, {context} tokens", statistics.median(rates), "tokens/s", "full", control, goal, more)
-        )
-    content = report.write(
-        args.out, "decode", vars(args) | {"out": args.out.name, "transformers": bool(args.transformers)}, rows
-    )
-    print(report.markdown(content))
+
+    @property
+    def decoded(self) -> int:
+        """Tokens that a run decodes, those before the timed ones included."""
+        tuning = 2 * TUNING_ROUNDS if self.pattern is not None else 0
+        return 1 + self.chunk * (WARM_CHUNKS + tuning) + self.steps
+
+    @property
+    def ways(self) -> tuple[Variant, ...]:
+        """The variants; after each of CLO's the same one with its rows on the device."""
+        found = []
+        for variant in self.variants:
+            found.append(variant)
+            if variant.attention == "clo":
+                found.append(on_device(variant))
+        return tuple(found)
 
 
-if __name__ == "__main__":
-    main()
+@dataclasses.dataclass(frozen=True, eq=False)
+class Measured:
+    """One way at one context and batch. `moved`: counts of the timed steps; None where nothing counts."""
+
+    chunk_s: list[float]
+    processor_s: float  # user and system time of the process, all threads
+    launches: int | None  # of the product's kernels by the host; None on a CPU
+    moved: Counters | None
+    ttft_s: float | None  # None: no prefill
+    hits: str  # "real" or "replayed"; "none" where nothing looks anything up
+    more: dict[str, Any]  # retriever, backend
+    device_parts: dict[str, int] = dataclasses.field(default_factory=dict)
+    host_bytes: int = 0
+
+
+Found = dict[tuple[str, int, int], Measured]  # by name, context (0: any), batch
+
+
+def run(
+    plan: Plan, keep: Callable[[Found, dict[str, str]], None] = lambda found, skipped: None,
+    progress: Callable[[str], None] = lambda what: None,
+) -> tuple[Found, dict[str, str]]:  # fmt: skip
+    """Measures everything.
+
+    Args:
+      keep: called with what there is after each measurement.
+      progress: called with the name of what comes next, `num_measurements` times.
+
+    Returns:
+      The measurements, and why each one that is missing did not fit the memory.
+
+    Raises:
+      MemoryPlanError: none but the weights-only step fits.
+    """
+    params = plan.subject.params()
+    found: Found = {}
+    skipped: dict[str, str] = {}
+    angles: dict[str, float] = {}
+    for batch in plan.batches:
+        progress(f"{WEIGHTS_ONLY}, batch {batch}")
+        found[WEIGHTS_ONLY, 0, batch] = weights_only(plan, params, batch)
+        for context in plan.contexts:
+            for way in plan.ways:
+                name = title(way.name, context, batch)
+                progress(name)
+                try:
+                    found[way.name, context, batch] = measure(plan, params, way, context, batch, angles)
+                except (MemoryPlanError, jax.errors.JaxRuntimeError) as error:
+                    skipped[name] = why_it_does_not_fit(error)
+                keep(found, skipped)
+    if len(found) == len(plan.batches):
+        raise MemoryPlanError(f"--lengths, --batches: nothing fits. {next(iter(skipped.values()))}")
+    return found, skipped
+
+
+def num_measurements(plan: Plan) -> int:
+    """How often `run` calls `progress`."""
+    return len(plan.batches) * (1 + len(plan.contexts) * len(plan.ways))
+
+
+def measure(plan: Plan, params: Any, way: Variant, context: int, batch: int, angles: dict[str, float]) -> Measured:
+    """One way. `angles`: how far the queries of each variant of CLO turn, found where it is not there yet.
+
+    Raises:
+      MemoryPlanError: it does not fit.
+    """
+    subject, length = plan.subject, context - plan.decoded
+    with contextlib.closing(subject.preparation(way.load, context)) as preparation:
+        # Random rows of one layer, drawn, absorbed and padded, take at most half of what a prefill of it does.
+        policy, tables = preparation.prepare(batch, length if plan.fill == "prefill" else -(-length // 2))
+        engine, tuned = preparation.engine, None
+        hits = "none" if engine is None else "real"
+        if plan.pattern is not None and isinstance(policy, CloPolicy):
+            policy, tables = replay.replayed(policy, tables, plan.pattern)
+            hits, tuned = "replayed", way.name.removesuffix(ON_DEVICE)
+            tables = replay.turn(tables, angles.get(tuned, replay.FIRST_ANGLE))
+        prompts = subject.prompts(batch, length) if plan.fill == "prefill" else [range(length)] * batch
+        request = Request(prompts, [plan.decoded] * batch, [], None)
+        session = BenchSession(plan.fill, subject.model, params, policy, tables, engine, request, plan.chunk)
+        with contextlib.closing(iter(session)) as chunks:
+            for _ in range(1 + WARM_CHUNKS):
+                next(chunks)
+            if tuned is not None and tuned not in angles:
+                angles[tuned] = _turn(session, chunks, engine, tables, plan.pattern, policy)
+            measured = _timed(plan, chunks, policy, engine, session, hits)
+    parts, host = kept_bytes(policy.layout, way)
+    return dataclasses.replace(measured, device_parts=parts, host_bytes=host)
+
+
+def weights_only(plan: Plan, params: Any, batch: int) -> Measured:
+    """The step without attention. It is the same at every context."""
+    model, dtype = plan.subject.model, plan.subject.dtype
+    policy = WeightsOnlyPolicy(CacheLayout.full(model, batch, 0, dtype))
+    request = Request([range(1)] * batch, [plan.decoded] * batch, [], None)
+    session = BenchSession("synthetic", model, params, policy, policy.tables(), None, request, plan.chunk)
+    with contextlib.closing(iter(session)) as chunks:
+        for _ in range(1 + WARM_CHUNKS):
+            next(chunks)
+        return _timed(plan, chunks, policy, None, None, "none")
+
+
+def _turn(
+    session: BenchSession, chunks: Iterator[Any], engine: Engine, tables: tuple[Tables, ...],
+    pattern: replay.Pattern, policy: CloPolicy,
+) -> float:  # fmt: skip
+    """The angle at which the wanted share of a refreshed set is new, by bisection. Whole sets move whatever it is."""
+    low, high, angle = 0.0, LONGEST_TURN, replay.FIRST_ANGLE
+    if policy.config.refresh == "whole":
+        return angle
+    for _ in range(TUNING_ROUNDS):
+        angle = (low + high) / 2
+        session.set_tables(replay.turn(tables, angle))
+        next(chunks)
+        before = engine.counters()
+        next(chunks)
+        share = new_rows(difference(engine.counters(), before))
+        if share is None:
+            break
+        low, high = (angle, high) if share < pattern.new_rows else (low, angle)
+    return angle
+
+
+def _timed(
+    plan: Plan, chunks: Iterator[Any], policy: Policy, engine: Engine | HostRows | None, session: BenchSession | None,
+    hits: str,
+) -> Measured:  # fmt: skip
+    """The timed chunks of a session that is warm. Without `session` it has no metrics."""
+    gpu = jax.default_backend() == "gpu"
+    before = None if engine is None else engine.counters()
+    launches, used, seconds = _host.handler_launches(), processor_seconds(), []
+    for _ in range(plan.steps // plan.chunk):
+        start = time.perf_counter()
+        next(chunks)
+        seconds.append(time.perf_counter() - start)
+    used, launches = processor_seconds() - used, _host.handler_launches() - launches
+    if engine is not None:
+        engine.drain()
+    more = {"retriever": getattr(policy, "retriever_name", None), "backend": getattr(engine, "backend", None)}
+    return Measured(
+        seconds, used, launches if gpu else None,
+        None if engine is None else difference(engine.counters(), before),
+        session.metrics().ttft_s if session is not None and plan.fill == "prefill" else None,
+        hits, more,
+    )  # fmt: skip
+
+
+def difference(now: Counters, before: Counters) -> Counters:
+    """What was counted in between."""
+    names = (field.name for field in dataclasses.fields(Counters))
+    return Counters(**{name: getattr(now, name) - getattr(before, name) for name in names})
+
+
+def new_rows(counted: Counters) -> float | None:
+    """Rows that refreshes moved, or would have moved, as a share of those that they selected."""
+    return counted.rows_posted / counted.rows_selected if counted.rows_selected else None

@@ -1,6 +1,4 @@
-"""Time of a decode layer of Llama-3-8B's shape: matrix products, prefetch for the next layer, attention of this one.
-
-    python -m clo_jax.bench.layer [--context 131072] [--layers 8] [--out FILE.json]
+"""Time of a decode layer: matrix products, prefetch for the next layer, attention of this one.
 
 A program of many steps over a few such layers (`clo_jax.bench.layer_program`), every KV head offloaded. Random weights
 say nothing about hits, so the program is told which heads miss, and how far queries turn: until the wanted share of
@@ -9,35 +7,27 @@ and, for comparison, in its own stream. Controls in the same run: the same layer
 products alone, and a contiguous copy over the link.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import math
-import pathlib
 import statistics
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clo_jax import models
-from clo_jax.bench import dense_attention, report
+from clo_jax.bench import dense_attention, rates, replay, report
 from clo_jax.bench.layer_program import Plan, State, fill, jitted_steps
+from clo_jax.bench.subject import random_params
 from clo_jax.cache.layout import CacheLayout
-from clo_jax.config import CloConfig, ModelConfig, RopeConfig
+from clo_jax.config import CloConfig, ModelConfig
 from clo_jax.policies.clo import CloPolicy, neutral_scores
 from clo_jax.transfer.engine import Engine
 
 PERIOD = 64  # rows of the table of misses; as many steps in a program make every run of it the same
 TUNING_RUNS = 8
-
-
-def llama_3_8b(layers: int) -> ModelConfig:
-    """Llama-3-8B with fewer layers and next to no vocabulary."""
-    return ModelConfig("llama", 256, 4096, 14336, layers, 32, 8, 128, 1e-5, 2**20, RopeConfig(500000.0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +66,12 @@ class Timing:
 class Bench:
     """Model, cache and engine of one shape, filled once. Close it."""
 
-    def __init__(self, model: ModelConfig, clo: CloConfig, context: int, steps: int, dtype: str, **engine) -> None:
-        self.model, self.steps, self.context = model, steps, context
+    def __init__(
+        self, model: ModelConfig, clo: CloConfig, context: int, steps: int, dtype: str,
+        note: Callable[[str], None] = lambda what: None, **engine,
+    ) -> None:  # fmt: skip
+        """note: called with what was just measured. engine: further arguments of `Engine`."""
+        self.model, self.steps, self.context, self.note = model, steps, context, note
         L, H, D, K = model.num_layers, model.num_heads, model.head_dim, model.num_kv_heads
         clo = dataclasses.replace(clo, resident_heads=(), refresh_on_flush=False)
         layout = CacheLayout.clo(model, clo, 1, context + steps + 1, dtype)
@@ -92,7 +86,7 @@ class Bench:
         )  # fmt: skip
         self.tables = self.delta.tables()
         keys = jax.random.split(jax.random.key(0), 4)
-        self.params = models.random_params(model, keys[0], jnp.dtype(dtype))
+        self.params = random_params(model, dtype)
         self.x0 = jax.random.normal(keys[1], (1, 1, model.hidden_size), jnp.dtype(dtype))
         self.planes = jax.random.normal(keys[2], (L, 2, H, D), jnp.float32)
         self.nothing = jnp.zeros((), jnp.dtype(dtype))
@@ -104,12 +98,10 @@ class Bench:
 
     def plan(self, case: Case, angle: float) -> Plan:
         """The misses of a case, as many in every layer or in every step as its share allows."""
-        shape = (PERIOD, self.model.num_layers, self.model.num_kv_heads)
-        random, table = np.random.default_rng(0), np.zeros(shape, bool)
-        for i, line in enumerate(table.reshape(-1, shape[2] if case.evenly else shape[1] * shape[2])):
-            count = math.floor((i + 1) * case.missed * line.size) - math.floor(i * case.missed * line.size)
-            line[random.permutation(line.size)[:count]] = True
-        return Plan(jnp.asarray(table), jnp.float32(angle), self.planes, self.nothing)
+        L, K = self.model.num_layers, self.model.num_kv_heads
+        size = K if case.evenly else L * K
+        table = replay.spread(np.random.default_rng(0), PERIOD * L * K // size, size, case.missed)
+        return Plan(jnp.asarray(table.reshape(PERIOD, L, K)), jnp.float32(angle), self.planes, self.nothing)
 
     def run(self, policy: CloPolicy | None, plan: Plan, beside: bool) -> float:
         """Seconds of one program. Transfers are in line in its first run, which compiles it."""
@@ -162,7 +154,7 @@ class Bench:
                     moved = self.engine.counters().bytes_moved / (self.steps * L)
                     timing = timings.setdefault((case.name, beside), Timing([], missed, new, moved, refreshed(plan)))
                     timing.microseconds.append(seconds / (self.steps * L) * 1e6)
-                    print(f"{case.name}, beside {beside}: {timing}", file=sys.stderr, flush=True)
+                    self.note(f"{case.name}, beside {beside}: {timing.microseconds[-1]:.1f} us")
         return timings
 
     def products(self, repeats: int) -> list[float]:
@@ -195,34 +187,21 @@ def bound(timing: Timing, hit: float, link: float) -> float:
     return sum(share * max(n * head, hit) for n, share in enumerate(timing.refreshed))
 
 
-def link_rate(megabytes: int = 256, repeats: int = 5) -> float:
-    """Bytes a second of a contiguous copy from pinned host memory to the device; 0 where JAX has no such memory."""
-    device = jax.devices()[0]
-    if not any(memory.kind == "pinned_host" for memory in device.addressable_memories()):
-        return 0.0
-    to_host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
-    to_device = jax.sharding.SingleDeviceSharding(device, memory_kind="device")
-    data = jax.block_until_ready(jax.device_put(np.zeros(megabytes << 20, np.uint8), to_host))
-    seconds = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        jax.block_until_ready(jax.device_put(data, to_device))
-        seconds.append(time.perf_counter() - start)
-    return data.nbytes / min(seconds[1:])
-
-
-def rows(timings: dict[tuple[str, bool], Timing], products: list[float], link: float) -> list[report.Row]:
-    """The figures. A layer that moves whole sets is compared with what the link needs for them where that is longer."""
+def rows(
+    timings: dict[tuple[str, bool], Timing], products: list[float], link: float, goals: bool = True
+) -> list[report.Row]:
+    """The figures, with the goals of a GPU where `goals` says so. A layer that moves whole sets is compared with what
+    the link needs for them where that is longer."""
     found = [
         report.Row("layer, matrix products alone", statistics.median(products), "us", more=spread(products)),
-        report.Row("contiguous copy, pinned host memory to the device", link / 1e9, "GB/s"),
+        report.Row(rates.link_name(), link / 1e9, "GB/s"),
     ]
     hits = {beside: statistics.median(timings[CASES[0].name, beside].microseconds) for beside in (True, False)}
     for case in CASES:
         for beside in (True, False):
             timing = timings[case.name, beside]
             median = statistics.median(timing.microseconds)
-            carried = timing.layer_bytes / link * 1e6 if link else 0.0
+            carried = timing.layer_bytes / link * 1e6
             more = spread(timing.microseconds) | {
                 "missed": timing.missed, "new": timing.new, "bytes_a_layer": timing.layer_bytes,
                 "us_of_the_link": carried, "layers_by_refreshed_heads": timing.refreshed,
@@ -230,12 +209,12 @@ def rows(timings: dict[tuple[str, bool], Timing], products: list[float], link: f
             }  # fmt: skip
             name = f"layer, {case.name}, transfers {'beside the program' if beside else 'in line'}"
             control_name, control = CASES[0].name, hits[beside]
-            if case.new is None and link:
+            if case.new is None:
                 control_name, control = (
                     "each layer the larger of that and its bytes / link rate",
                     bound(timing, control, link),
                 )
-            goal = case.goal if beside else None
+            goal = case.goal if beside and goals else None
             with_control = case.goal is not None
             found.append(
                 report.Row(
@@ -250,39 +229,39 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"repeats": len(values), "min": min(values), "max": max(values)}
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="One decode layer with forced misses, on a GPU.")
-    parser.add_argument("--context", type=int, default=131072)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=64, help="decode steps of one program")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--retriever", default="sign")
-    parser.add_argument("--backend", default="auto")
-    parser.add_argument("--out", type=pathlib.Path, default=report.RESULTS / "h200-layer.json")
-    args = parser.parse_args(argv)
-    if jax.default_backend() != "gpu":
-        raise SystemExit("layer: JAX runs on " + jax.default_backend())
+def measure(
+    model: ModelConfig, clo: CloConfig, context: int, steps: int, repeats: int, dtype: str, backend: str,
+    note: Callable[[str], None] = lambda what: None,
+) -> list[report.Row]:  # fmt: skip
+    """All figures. The comparison of dense attention is a GPU's: its rivals have no other form.
+
+    Args:
+      model: its layers are what is run; it may have a small vocabulary.
+      context: tokens in the cache. steps: of one program. backend: of the transfers.
+      note: called with what was just done.
+
+    Raises:
+      ValueError: a context that the model has no room for, or without room for a tail.
+    """
+    most, least = model.max_position_embeddings - steps - 1, clo.sink_tokens + clo.recent_tokens + clo.flush_tokens
+    for name, value, low, high in (("--steps", steps, 1, most), ("--repeats", repeats, 1, None),
+                                   ("--context", context, least, most)):  # fmt: skip
+        if value < low or (high is not None and value > high):
+            wanted = f"at least {low}" if high is None else f"{low} to {high}"
+            raise ValueError(f"{name}: got {value}, wanted {wanted}")
     started = time.perf_counter()
 
-    def note(what: str) -> None:
-        print(f"{time.perf_counter() - started:6.1f} s  {what}", file=sys.stderr, flush=True)
+    def timed(what: str) -> None:
+        note(f"{time.perf_counter() - started:6.1f} s  {what}")
 
-    link = link_rate()
-    dense = dense_attention.rows(args.context)
-    note("dense attention is measured")
-    clo = CloConfig(sparsity=0.1, retain=1.5, retriever=args.retriever)
-    with bench(llama_3_8b(args.layers), clo, args.context, args.steps, "bfloat16", backend=args.backend) as measured:
-        note("caches are filled")
-        products = measured.products(args.repeats)
-        note("matrix products are measured")
+    link, dense = rates.link_rate(), []
+    if jax.default_backend() == "gpu":
+        dense = dense_attention.rows(context, model.num_heads, model.num_kv_heads, model.head_dim)
+        timed("dense attention is measured")
+    with bench(model, clo, context, steps, dtype, timed, backend=backend) as measured:
+        timed("caches are filled")
+        products = measured.products(repeats)
+        timed("matrix products are measured")
         cases = [(case, measured.tuned(case)) for case in CASES]
-        note("queries are tuned")
-        timings = measured.time(cases, args.repeats)
-        note("layers are measured")
-    settings = vars(args) | {"out": args.out.name}
-    content = report.write(args.out, "layer", settings, rows(timings, products, link) + dense)
-    print(report.markdown(content))
-
-
-if __name__ == "__main__":
-    main()
+        timed("queries are tuned")
+        return rows(measured.time(cases, repeats), products, link, jax.default_backend() == "gpu") + dense

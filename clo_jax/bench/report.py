@@ -23,6 +23,28 @@ _REQUIRED = {
     "schema_version": int, "what": str, "command": str, "commit": str, "timestamp": str,
     "hardware": dict, "versions": dict, "args": dict, "rows": list,
 }  # fmt: skip
+# What a row of `clo-jax bench` holds beside name, value and unit when it is a policy's (docs/benchmarks.md says what
+# each field is). Fields that may be null: where nothing moves, or the platform does not tell.
+_CACHE = {"attention": str, "context": int, "batch": int, "device_kv_bytes": int, "host_kv_bytes": int}
+_RUN = _CACHE | {"model": str, "weights": str, "repeats": int, "ttft_ms": float}
+FIELDS = {
+    "bench decode": _RUN | {
+        "fill": str, "hits": str, "output_tokens": int, "output_throughput": float, "tpot_ms": float,
+        "step_ms": float, "p50_step_ms": float, "p90_step_ms": float, "p99_step_ms": float, "layer_us": dict,
+        "ratio_to_weights_only": float, "ratio_to_full": float, "hit_rate": float, "new_rows": float,
+        "rows_moved_per_step": float, "link_bytes_per_step": float, "link_gb_per_s": float, "overlap_ratio": float,
+        "wait_ms_per_step": float, "cpu_cores_busy": float, "kernel_launches_per_step": float,
+    },
+    "bench prefill": _RUN | {
+        "input_tokens": int, "input_throughput": float, "p50_ttft_ms": float, "p90_ttft_ms": float,
+        "p99_ttft_ms": float, "cpu_cores_busy": float,
+    },
+    "bench memory": _CACHE | {"device_kv_parts": dict},
+}  # fmt: skip
+_MAY_BE_NULL = frozenset({
+    "ttft_ms", "ratio_to_weights_only", "ratio_to_full", "hit_rate", "new_rows", "overlap_ratio",
+    "kernel_launches_per_step",
+})  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +116,26 @@ def commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
-def write(path: pathlib.Path, what: str, args: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
-    """Writes a results file and returns its content."""
-    content = {
+def command(arguments: Sequence[str]) -> str:
+    """A command line as it is kept: of every path only the last part, which is all that a reader elsewhere can use."""
+
+    def shown(argument: str) -> str:
+        option, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+        return option + equals + (pathlib.PurePath(value).name if "/" in value else value)
+
+    return " ".join(shown(argument) for argument in arguments)
+
+
+def make(what: str, args: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
+    """What a results file holds.
+
+    Raises:
+      ValueError: see `validate`.
+    """
+    made = {
         "schema_version": SCHEMA_VERSION,
         "what": what,
-        "command": " ".join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]),
         "commit": commit(),
         "timestamp": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "hardware": hardware(),
@@ -107,14 +143,21 @@ def write(path: pathlib.Path, what: str, args: Mapping[str, Any], rows: Sequence
         "args": dict(args),
         "rows": [row.to_dict() for row in rows],
     }
-    validate(content)
+    validate(made)
+    return made
+
+
+def write(path: pathlib.Path, what: str, args: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
+    """Writes a results file and returns its content."""
+    made = make(what, args, rows)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    return content
+    path.write_text(json.dumps(made, indent=1) + "\n")
+    return made
 
 
 def validate(content: Mapping[str, Any]) -> None:
-    """Raises ValueError unless `content` is a results file whose ratios and verdicts follow from its figures."""
+    """Raises ValueError unless `content` is a results file whose ratios and verdicts follow from its figures, with all
+    `FIELDS` in its rows of policies."""
     for key, kind in _REQUIRED.items():
         if not isinstance(content.get(key), kind):
             raise ValueError(f"{key}: got {content.get(key)!r}, wanted {kind.__name__}")
@@ -130,6 +173,16 @@ def validate(content: Mapping[str, Any]) -> None:
             raise ValueError(f"row {name!r}: ratio {row['ratio']} is not value / control")
         if "goal" in row and row["met"] != meets(row["goal"], row["value"], row["unit"], row.get("ratio")):
             raise ValueError(f"row {name!r}: met {row['met']} does not follow from its figures")
+        if "attention" in row:
+            _require_fields(row, FIELDS.get(content["what"], {}))
+
+
+def _require_fields(row: Mapping[str, Any], wanted: Mapping[str, type]) -> None:
+    for field, kind in wanted.items():
+        value = row.get(field)
+        good = isinstance(value, (int, float) if kind is float else kind) or (value is None and field in _MAY_BE_NULL)
+        if field not in row or not good:
+            raise ValueError(f"row {row['name']!r}: {field}: got {value!r}, wanted {kind.__name__}")
 
 
 def markdown(content: Mapping[str, Any]) -> str:

@@ -114,9 +114,9 @@ def _step_seconds(
     return best
 
 
-def memory_bytes_per_s() -> float:
-    """How fast the default device reads its memory: a sum over an array that no cache holds."""
-    array = jnp.ones((_READ_BYTES // 4,), jnp.float32)
+def memory_bytes_per_s(size: int = _READ_BYTES) -> float:
+    """How fast the default device reads its memory: a sum over an array of `size` bytes, which no cache holds."""
+    array = jnp.ones((size // 4,), jnp.float32)
     total = jax.jit(jnp.sum)
     total(array).block_until_ready()
     times = []
@@ -124,4 +124,4 @@ def memory_bytes_per_s() -> float:
         start = time.perf_counter()
         total(array).block_until_ready()
         times.append(time.perf_counter() - start)
-    return _READ_BYTES / min(times)
+    return size / min(times)

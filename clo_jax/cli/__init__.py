@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
-from clo_jax.cli import _console, calibrate, chat, convert, demo, doctor, eval, generate, inspect, plan
+from clo_jax.cli import _console, bench, calibrate, chat, convert, demo, doctor, eval, generate, inspect, plan
 from clo_jax.cli._options import Debug, NoProgress, Quiet
 
 
@@ -43,6 +43,7 @@ for verb in (
 ):
     app.command()(verb)
 app.add_typer(eval.app)
+app.add_typer(bench.app)
 
 
 def _print_versions(wanted: bool) -> None:

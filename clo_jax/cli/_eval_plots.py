@@ -2,28 +2,15 @@
 
 import math
 import pathlib
-import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-
-def _figure(width: float, height: float) -> Any:
-    """Raises RuntimeError: matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise RuntimeError("--plot: matplotlib is not installed: pip install 'clo-jax[plot]'") from None
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def _save(figure: Any, path: pathlib.Path, title: str) -> None:
-    figure.suptitle(textwrap.fill(title, int(11 * figure.get_figwidth())), fontsize=9)
-    figure.savefig(path, dpi=130)
+from clo_jax.cli._figures import new_figure, save
 
 
 def draw_scores(path: pathlib.Path, summaries: Sequence[Any], title: str) -> None:
     """Means by length with their intervals, and the scores of each task at the longest."""
-    figure = _figure(11, 7)
+    figure = new_figure(11, 7)
     above, below = figure.subplots(2, 1)
     variants = list(dict.fromkeys(s.variant for s in summaries))
     lengths = sorted({s.length for s in summaries})
@@ -48,7 +35,7 @@ def draw_scores(path: pathlib.Path, summaries: Sequence[Any], title: str) -> Non
     below.set_xticks(range(len(tasks)), list(tasks), rotation=30, ha="right", fontsize=8)
     below.set_title(f"{lengths[-1]:,} tokens", fontsize=9, loc="left")
     below.set_ylabel("score")
-    _save(figure, path, title)
+    save(figure, path, title)
 
 
 def draw_grid(path: pathlib.Path, summaries: Sequence[Any], title: str) -> None:
@@ -58,7 +45,7 @@ def draw_grid(path: pathlib.Path, summaries: Sequence[Any], title: str) -> None:
     depths = list(summaries[0].tasks)
     columns = min(3, len(variants))
     lines = math.ceil(len(variants) / columns)
-    figure = _figure(1.5 + columns * max(2.6, 0.55 * len(lengths)), 1.2 + lines * max(2.2, 0.32 * len(depths)))
+    figure = new_figure(1.5 + columns * max(2.6, 0.55 * len(lengths)), 1.2 + lines * max(2.2, 0.32 * len(depths)))
     axes = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).flatten()
     for axis in axes[len(variants) :]:
         axis.set_visible(False)
@@ -72,14 +59,14 @@ def draw_grid(path: pathlib.Path, summaries: Sequence[Any], title: str) -> None:
         axis.set_xlabel("tokens", fontsize=8)
         axis.set_ylabel("depth of the needle", fontsize=8)
     figure.colorbar(image, ax=list(axes[: len(variants)]), label="score")
-    _save(figure, path, title)
+    save(figure, path, title)
 
 
 def draw_divergences(path: pathlib.Path, results: Sequence[Any], title: str) -> None:
     """KL at each decoded token of the longest length, with its running mean, and how it is distributed."""
     import numpy as np
 
-    figure = _figure(11, 4.5)
+    figure = new_figure(11, 4.5)
     left, right = figure.subplots(1, 2, width_ratios=(2, 1))
     longest = max(r.length for r in results)
     # Where both predict the same, a logarithm still wants a number.
@@ -101,4 +88,4 @@ def draw_divergences(path: pathlib.Path, results: Sequence[Any], title: str) -> 
     right.set_ylabel("% of tokens at or below")
     if left.lines:
         left.legend(fontsize=8)
-    _save(figure, path, f"{title}; {longest:,} tokens")
+    save(figure, path, f"{title}; {longest:,} tokens")

@@ -1,8 +1,9 @@
 """A plan as a picture: heads by layers, one map each for importance, similarity, threshold and who is resident."""
 
 import pathlib
-import textwrap
 from typing import Any
+
+from clo_jax.cli._figures import new_figure, save
 
 
 def draw(path: pathlib.Path, plan: Any, importance: Any, similarity: Any, title: str) -> None:
@@ -14,12 +15,8 @@ def draw(path: pathlib.Path, plan: Any, importance: Any, similarity: Any, title:
     Raises:
       RuntimeError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise RuntimeError("--plot: matplotlib is not installed: pip install 'clo-jax[plot]'") from None
     L, K = plan.thresholds.shape
-    figure = Figure(figsize=(max(6.0, 1.5 + 0.22 * L), 1.2 + 4 * max(1.1, 0.14 * K)), layout="constrained")
+    figure = new_figure(max(6.0, 1.5 + 0.22 * L), 1.2 + 4 * max(1.1, 0.14 * K))
     maps = (
         ("importance", importance, "viridis", 0, 1),
         ("mean similarity of adjacent steps", similarity, "viridis", 0, 1),
@@ -35,5 +32,4 @@ def draw(path: pathlib.Path, plan: Any, importance: Any, similarity: Any, title:
         if name != "resident":
             figure.colorbar(image, ax=axis, pad=0.01)
     axes[-1].set_xlabel("layer")
-    figure.suptitle(textwrap.fill(title, int(11 * figure.get_figwidth())), fontsize=9)
-    figure.savefig(path, dpi=130)
+    save(figure, path, title)

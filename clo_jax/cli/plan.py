@@ -9,24 +9,19 @@ import numpy as np
 import typer
 from rich.table import Table
 
+from clo_jax.bench.shapes import SHAPES
 from clo_jax.cli import _console
 from clo_jax.cli import _options as o
-from clo_jax.config import CloConfig, ModelConfig, RopeConfig
+from clo_jax.config import CloConfig, ModelConfig
 
 MACHINE_PANEL = "Machine"
 _TOKENS = 131072  # context, where the model goes as far
 
-# The models of the paper, for plans from published head scores without a checkpoint.
-KNOWN_MODELS = {
-    "llama-3-8b": ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 2**20, RopeConfig(5e5)),
-    "qwen2.5-14b": ModelConfig(
-        "qwen2", 152064, 5120, 13824, 48, 40, 8, 128, 1e-5, 1010000, RopeConfig(1e7), qkv_bias=True
-    ),
-}
-
 
 class KnownModel(enum.StrEnum):
-    llama_3_8b = "llama-3-8b"
+    """The models of the paper, for plans from published head scores without a checkpoint."""
+
+    llama3_8b = "llama3-8b"
     qwen25_14b = "qwen2.5-14b"
 
 
@@ -173,7 +168,7 @@ def _inputs(
         config, info = read_info(checkpoint)
         found, dtype = calibrations.find("auto", info.path, info.manifest.source_files, config), info.dtype
     else:
-        config = KNOWN_MODELS[(model or KnownModel.llama_3_8b).value]
+        config = SHAPES[(model or KnownModel.llama3_8b).value]
         if scores is None:
             raise ValueError("CKPT, --scores: got neither, wanted a checkpoint or head scores")
     if clo is None:

@@ -57,11 +57,13 @@ def test_questions_are_spread_over_the_lengths(checkpoint):
     assert len({question.number for question in asked}) == 3
 
 
-def test_a_results_file_of_a_checkpoint(checkpoint, tmp_path, capsys):
+def test_a_results_file_of_a_checkpoint(checkpoint, tmp_path):
     out = tmp_path / "smollm2-ablation.json"
-    ablation.main(
-        [str(checkpoint), "--prompts", "2", "--shortest", "1400", "--longest", "1600", "--out", str(out), "--seed", "3"]
-    )
+    kept, notes = [], []
+    arguments, figures = ablation.run(
+        str(checkpoint), 2, 1400, 1600, "auto", "auto", 3, lambda *parts: kept.append(parts), notes.append
+    )  # fmt: skip
+    report.write(out, "ablation", arguments, figures)
     content = json.loads(out.read_text())
     report.validate(content)
     rows = {row["name"]: row for row in content["rows"]}
@@ -75,4 +77,15 @@ def test_a_results_file_of_a_checkpoint(checkpoint, tmp_path, capsys):
     planned = rows["hit rate, +T +G +P, nothing hidden"]
     assert planned["heads_that_prefetch_covers"] == 0 and planned["planned_for"] == "a link that hides nothing"
     assert planned["resident_heads"] >= 2
-    assert "+T +G" in capsys.readouterr().out
+    assert [len(rows) for _, rows in kept] == sorted(len(rows) for _, rows in kept) and len(kept) == len(notes)
+    assert notes[0].startswith("full: ") and "/" not in arguments["checkpoint"]
+
+
+def test_sizes_that_make_no_sense_are_named(checkpoint):
+    for prompts, shortest, longest, message in (
+        (0, 1400, 1600, "--prompts: got 0"),
+        (2, 1600, 1400, "--shortest, --longest: got 1600 and 1400"),
+        (2, 1400, 5000, "up to the model's 4096"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ablation.run(str(checkpoint), prompts, shortest, longest, "auto", "auto", 3)

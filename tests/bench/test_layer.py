@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from clo_jax.bench import layer, report
+from clo_jax.bench import layer, rates, report
 from clo_jax.config import CloConfig
 from tests import tiny
 
@@ -51,7 +51,7 @@ def test_a_layer_lends_no_time_to_another():
 
 def test_figures_make_a_valid_file(measured, tmp_path):
     cases = [(case, measured.plan(case, 0.1)) for case in layer.CASES]
-    link = layer.link_rate(megabytes=1, repeats=1) if jax.default_backend() == "gpu" else 50e9
+    link = rates.link_rate(1 << 20) if jax.default_backend() == "gpu" else 50e9
     found = layer.rows(measured.time(cases, repeats=2), measured.products(2), link)
     content = report.write(tmp_path / "layer.json", "layer", {}, found)
     report.validate(json.loads((tmp_path / "layer.json").read_text()))

@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from clo_jax.bench import decode, report
+from clo_jax.bench import report, tables
 
 ROOT = pathlib.Path(__file__).parents[2]
 FILES = sorted(report.RESULTS.glob("*.json"))
@@ -19,7 +19,7 @@ def test_every_results_file_is_valid(path):
 def test_readme_holds_the_measured_table():
     content = json.loads((report.RESULTS / "cpu-decode.json").read_text())
     readme = (ROOT / "README.md").read_text()
-    assert decode.table(content) in readme
+    assert tables.throughput(content) in readme
     assert content["commit"] in readme and content["hardware"]["cpu"] in readme
 
 
@@ -54,7 +54,24 @@ def test_written_files_hold_what_a_reader_needs(tmp_path):
     assert json.loads(path.read_text()) == content
     assert content["rows"][0]["batch"] == 4 and content["rows"][0]["ratio"] == pytest.approx(51.2 / 55.3)
     assert {"cpu", "cores", "memory_gib"} <= set(content["hardware"]) and "jax" in content["versions"]
+    assert "/" not in content["command"]
     assert "| pull | 51.2 GB/s | 55.3 (memcpy) | 0.926 | >= 0.90 (met) |" in report.markdown(content)
+
+
+def test_commands_keep_of_a_path_its_last_part():
+    given = ["clo-jax", "bench", "decode", "/home/me/models/smollm2/", "--lengths", "1,2", "--json=/tmp/out.json", "-x"]
+    assert report.command(given) == "clo-jax bench decode smollm2 --lengths 1,2 --json=out.json -x"
+
+
+def test_rows_of_policies_hold_all_fields_of_their_bench(tmp_path):
+    fields = {"attention": "clo", "context": 8, "batch": 1, "device_kv_bytes": 4, "host_kv_bytes": 0}
+    content = report.make("bench memory", {}, [row(more=fields | {"device_kv_parts": {}}), row()])
+    del content["rows"][0]["host_kv_bytes"]
+    with pytest.raises(ValueError, match="'pull': host_kv_bytes: got None, wanted int"):
+        report.validate(content)
+    for field, value in (("batch", "one"), ("device_kv_bytes", None)):
+        with pytest.raises(ValueError, match=f"{field}: got {value!r}, wanted int"):
+            report.make("bench memory", {}, [row(more=fields | {"device_kv_parts": {}, field: value})])
 
 
 @pytest.mark.parametrize(

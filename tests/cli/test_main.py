@@ -7,7 +7,7 @@ import pytest
 
 from clo_jax.errors import CloError
 
-VERBS = ("convert", "inspect", "doctor", "generate", "chat", "demo")
+VERBS = ("convert", "inspect", "doctor", "generate", "chat", "demo", "bench")
 
 
 def test_help_lists_the_verbs(run):

@@ -102,7 +102,7 @@ def test_the_picture(run, scores, tmp_path):
     "args, named",
     [
         ([], "CKPT, --scores: got neither"),
-        (["CKPT", "--model", "llama-3-8b"], "--model: got it together with a checkpoint"),
+        (["CKPT", "--model", "llama3-8b"], "--model: got it together with a checkpoint"),
         (["--scores", "SCORES", "--model", "qwen2.5-14b"], r"scores: got shape (32, 8), wanted (48, 40) or (48, 8)"),
         (["--scores", "SCORES", "--similarity", "2"], "--similarity: got 2.0, wanted a cosine"),
         (["--scores", "SCORES", "--hardware", "measured"], "--hardware: got measured, but there are no measured costs"),
