@@ -82,8 +82,8 @@ class CloConfig:
     hash_bits: int = 256  # R
     refresh: Refresh = "delta"
     retain: float = 1.5  # c: the buffer of a head holds ceil(c · k) rows
-    guess_from: GuessFrom = "input"  # where a query is guessed from: earlier hides more of a transfer, later is nearer
-    sim_threshold: float = 0.8  # eta, the paper's base cosine threshold; 1 or more refreshes at every step
+    guess_from: GuessFrom = "attention"  # "input", the paper's, hides more of a transfer; the guess is worse
+    sim_threshold: float = 0.9  # eta, the base cosine threshold (the paper's: 0.8); 1 or more refreshes at every step
     importance_power: float = 3.0  # n
     reuse_margin: float = 0.1  # epsilon of the planner (`cache.plan`); resident_heads is what it results in
     sink_tokens: int = 4
@@ -111,6 +111,9 @@ class CloConfig:
 
     @classmethod
     def paper(cls, **changes: Any) -> "CloConfig":
-        """The paper's behaviour: whole-head refresh, no retained rows, symmetric hash, no refresh on flush."""
-        base = dict(retriever="hata", refresh="whole", retain=1.0, refresh_on_flush=False)
+        """The paper's behaviour: whole-head refresh, no retained rows, symmetric hash, no refresh on flush, queries
+        guessed from the input of the layer before, a base threshold of 0.8."""
+        base = dict(
+            retriever="hata", refresh="whole", retain=1.0, refresh_on_flush=False, guess_from="input", sim_threshold=0.8
+        )
         return cls(**{**base, **changes})

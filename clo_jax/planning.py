@@ -102,7 +102,7 @@ def measured_heads(importance: np.ndarray, scores_source: str, similarity: Simil
     def same(*names: str) -> bool:
         return all(name in settings and settings[name] == getattr(clo, name) for name in names)
 
-    hits = same("sim_threshold", "importance_power", "refresh_on_flush") and (
+    hits = same("sim_threshold", "importance_power", "refresh_on_flush", "guess_from") and (
         similarity.settings.get("head_scores") == scores_source
     )
     return Heads(

@@ -243,7 +243,8 @@ def run(
         if getattr(found, part) is None:
             raise ValueError(f"checkpoint: its calibration has no {part}, wanted one that has: clo-jax calibrate CKPT")
     choice = found.choice
-    clo = CloConfig(retriever=choice.retriever, hash_bits=choice.hash_bits) if choice else CloConfig()
+    codes = {"retriever": choice.retriever, "hash_bits": choice.hash_bits} if choice else {}
+    clo = CloConfig(sim_threshold=0.8, guess_from="input", **codes)  # as in the paper
     tokenizer = Tokenizer.from_folder(info.path)
     asked = questions(tokenizer, prompts, shortest, longest, seed)
     arguments = {

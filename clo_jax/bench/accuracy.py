@@ -20,7 +20,7 @@ import numpy as np
 from clo_jax.bench import report
 from clo_jax.cache import calibration
 from clo_jax.checkpoints import read_info
-from clo_jax.config import CloConfig
+from clo_jax.config import CloConfig, GuessFrom
 from clo_jax.eval import intervals, runner
 from clo_jax.eval.answers import Answer, Key
 from clo_jax.eval.ruler import TASKS
@@ -32,6 +32,8 @@ ABLE = 60.0  # points of full attention from which on a task counts at a length
 MOST_LOST = 0.5  # points, by clo at 10 %
 RIVALS = ("infinigen", "retroinfer", "pqcache", "exact")
 SPARSITIES = (0.1, 0.05, 0.02)
+# Settings of CLO that the defaults are compared with, at the first sparsity. A threshold of 1 reuses nothing.
+CHANGES: tuple[tuple[GuessFrom, float], ...] = (("attention", 0.8), ("input", 0.8), ("input", 0.9), ("input", 1.0))
 
 Cell = tuple[int, str]  # length, task
 Scores = Mapping[Cell, np.ndarray]  # points [n] of each sample
@@ -54,17 +56,11 @@ class Answers(NamedTuple):
 def ways(clo: CloConfig, samples: int, others: int) -> list[Way]:
     """All but full attention. `clo`: the settings as shipped; `samples` of CLO, `others` of the rest."""
     found = [Way(v, samples) for v in variants(["clo"], SPARSITIES, clo, {})[1:]]
-    changes = {
-        "guess from the attention" if clo.guess_from == "input" else "guess from the input": {
-            "guess_from": "attention" if clo.guess_from == "input" else "input"
-        },
-        "threshold 0.9": {"sim_threshold": 0.9},
-        "always refreshed": {"sim_threshold": 1.0},
-        "nothing retained": {"retain": 1.0},
-    }
-    for name, change in changes.items():
-        (variant,) = variants(["clo"], SPARSITIES[:1], dataclasses.replace(clo, **change), {})[1:]
-        found.append(Way(dataclasses.replace(variant, name=f"{variant.name}, {name}"), samples))
+    for guess_from, threshold in CHANGES:
+        changed = dataclasses.replace(clo, guess_from=guess_from, sim_threshold=threshold)
+        (variant,) = variants(["clo"], SPARSITIES[:1], changed, {})[1:]
+        name = f"{variant.name}, guess from the {guess_from}, threshold {threshold}"
+        found.append(Way(dataclasses.replace(variant, name=name), samples))
     return found + [Way(v, others) for v in variants(RIVALS, SPARSITIES, clo, {})[1:]]
 
 
@@ -99,7 +95,7 @@ class Run:
                 continue
             plan = runner.Plan(
                 "ruler", self.checkpoint, tasks, (variant,), (length,), samples, self.seed, None, self.dtype,
-                self.batch, Sources(), self.folder,
+                self.batch, Sources(), self.folder, recall=0,
             )  # fmt: skip
             outcome = runner.run(plan)
             for task in tasks:

@@ -2,10 +2,10 @@
 memory.
 
 The prediction. Layer l keeps the device busy for the time of a layer whose heads all hit, plus what reading resident
-heads whole costs, plus the search for new sets of its missed heads. The rows of its missed heads travel while layer l
-- 1 computes; what takes longer than that is waited for. A head misses with its own probability and then moves its own
-share of k, so that the rows of a layer are a random number: the expected wait is that of a normal variable with the
-same mean and variance.
+heads whole costs, plus the search for new sets of its missed heads. The rows of its missed heads travel while layer
+l - 1 computes, or the share of it that follows the guess; what takes longer than that is waited for. A head misses with
+its own probability and then moves its own share of k, so that the rows of a layer are a random number: the expected
+wait is that of a normal variable with the same mean and variance.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ class StepModel:
     a refresh then moves, as a share of k. `layer_s`: device time of a layer, all heads offloaded, all hitting.
     `resident_s`: what one resident head adds to it. `search_s`: what finding one head's new set adds, all sequences
     together. `set_s`: time of a whole set (k rows) of one head of one sequence on the link. `rest_s`: of a step
-    outside of layers. `batch`: sequences.
+    outside of layers. `batch`: sequences. `cover`: share of a layer's time that follows the guess for the next one.
     """
 
     miss: np.ndarray
@@ -35,6 +35,7 @@ class StepModel:
     set_s: float
     batch: int = 1
     rest_s: float = 0.0
+    cover: float = 1.0
 
     def __post_init__(self) -> None:
         if np.ndim(self.miss) != 2 or np.shape(self.miss) != np.shape(self.new_rows):
@@ -49,6 +50,8 @@ class StepModel:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name}: got {value}, wanted a number >= 0")
+        if not 0 < self.cover <= 1:
+            raise ValueError(f"cover: got {self.cover}, wanted a number in (0, 1]")
         if self.batch < 1:
             raise ValueError(f"batch: got {self.batch}, wanted a positive integer")
 
@@ -80,7 +83,7 @@ def predict(model: StepModel, resident: ResidentHeads) -> Prediction:
         out = offloaded[layer]
         device[layer], mean[layer], variance[layer] = _layer(model, layer, out, K - int(out.sum()))
     # Layer 0 has no layer before it: whatever it misses is waited for.
-    cover = np.concatenate([[0.0], device[:-1]])
+    cover = np.concatenate([[0.0], model.cover * device[:-1]])
     wait = _expected_excess(mean, np.sqrt(variance), cover)
     count = int(offloaded.sum())
     hit_rate = 1.0 - float(np.asarray(model.miss)[offloaded].mean()) if count else 1.0
@@ -120,7 +123,9 @@ def cost_plan(model: StepModel, most_heads: int) -> ResidentHeads:
     best[0, K] = device[0, K]
     choices = []
     for layer in range(1, L):
-        wait = _expected_excess(mean[layer][:, None], np.sqrt(variance[layer])[:, None], device[layer - 1][None, :])
+        wait = _expected_excess(
+            mean[layer][:, None], np.sqrt(variance[layer])[:, None], model.cover * device[layer - 1]
+        )
         new, came_from = np.full_like(best, np.inf), np.zeros(best.shape, np.int64)
         for number in range(min(K, room) + 1):
             total = best[: room + 1 - number] + wait[number][None, :]

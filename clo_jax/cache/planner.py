@@ -138,22 +138,35 @@ def make_plan(
             raise ValueError(f"{name}: got shape {np.shape(values)}, wanted {shape} = [L, K]")
     tau = thresholds(heads.importance, clo.sim_threshold, clo.importance_power)
     set_bytes = layout.k_max * layout.row_bytes
-    step = _step_model(clo, layout, heads, tau, machine, set_bytes)
+    cover = hiding_share(model, clo, layout)
+    step = dataclasses.replace(_step_model(clo, layout, heads, tau, machine, set_bytes), cover=cover)
+    hidden_s = cover * machine.layer_s
     resident: ResidentHeads
     if planner == "none":
         resident = ((0, tuple(range(model.num_kv_heads))),)
     elif planner == "paper":
         resident = paper_plan(
-            tau, heads.similarity, clo.reuse_margin, machine.layer_s, machine.link_bytes_per_s, layout.batch * set_bytes
+            tau, heads.similarity, clo.reuse_margin, hidden_s, machine.link_bytes_per_s, layout.batch * set_bytes
         )
     else:
         resident = cost_plan(step, most_resident(model, clo, layout, budget))
     planned = with_resident(model, clo, layout, resident)
     return Plan(
         planner, resident, np.asarray(tau, np.float64), reuse_difficulty(tau, heads.similarity, clo.reuse_margin),
-        step.miss, prefetchable_heads(machine.layer_s, machine.link_bytes_per_s, layout.batch * set_bytes),
+        step.miss, prefetchable_heads(hidden_s, machine.link_bytes_per_s, layout.batch * set_bytes),
         sum(planned.device_bytes().values()), planned.host_bytes(), machine, predict(step, resident),
     )  # fmt: skip
+
+
+def hiding_share(model: ModelConfig, clo: CloConfig, layout: CacheLayout) -> float:
+    """Share of a layer's time that hides the next layer's transfers: all of it after a guess from its input; after one
+    from its attention the MLP and the next projections, by the bytes that they read of those that a layer reads."""
+    if clo.guess_from == "input":
+        return 1.0
+    weights = layer_weight_bytes(model, layout.itemsize)
+    output = model.num_heads * model.head_dim * model.hidden_size * layout.itemsize
+    rows = layout.batch * model.num_kv_heads * (layout.num_slots + layout.tail_rows) * layout.row_bytes
+    return (weights - output) / (weights + rows)
 
 
 def with_resident(model: ModelConfig, clo: CloConfig, layout: CacheLayout, resident: ResidentHeads) -> CacheLayout:

@@ -106,7 +106,8 @@ MaxNewTokens = Annotated[
 DTypeOption = Annotated[DType, typer.Option("--dtype", help="Of weights, activations and KV rows.")]
 
 PresetOption = Annotated[
-    Preset | None, _clo("--preset", help="paper: whole refresh, no retained rows, hata; other flags still override.")
+    Preset | None,
+    _clo("--preset", help="paper: whole refresh, no retained rows, hata, 0.8, input; other flags still override."),
 ]
 Sparsity = Annotated[float | None, _clo("--sparsity", help="Share of the context that is selected.", default="0.1")]
 RetrieverOption = Annotated[
@@ -121,11 +122,13 @@ Retain = Annotated[
 GuessFromOption = Annotated[
     GuessFrom | None,
     _clo(
-        "--guess-from", help="Queries from the input of the layer before, or from after its attention.", default="input"
+        "--guess-from",
+        help="Queries from the input of the layer before, or from after its attention.",
+        default="attention",
     ),
 ]
 SimThreshold = Annotated[
-    float | None, _clo("--sim-threshold", help="Cosine that counts as a hit; 1 refreshes always.", default="0.8")
+    float | None, _clo("--sim-threshold", help="Cosine that counts as a hit; 1 refreshes always.", default="0.9")
 ]
 ImportancePower = Annotated[float | None, _clo("--importance-power", help="n of Eq. 8.", default="3")]
 ReuseMargin = Annotated[

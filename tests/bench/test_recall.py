@@ -28,12 +28,13 @@ def test_rows_of_a_length(tmp_path, monkeypatch):
         + ["--dtype", "float32", "--out", str(out)]
     )
     rows = json.loads(out.read_text())["rows"]
-    assert [row["value"] for row in rows] == [1.0, 0.5, 0.5, 0.5, 0.5]
-    assert rows[0]["met"] and [row.get("met") for row in rows[1:]] == [False, None, None, None]
-    assert [row["lookups"] for row in rows] == [4] * 5
+    assert [row["value"] for row in rows] == [1.0, 0.5, 0.5, 0.5, 0.5, 0.5]
+    assert rows[0]["met"] and [row.get("met") for row in rows[1:]] == [False, None, None, None, None]
+    assert [row["lookups"] for row in rows] == [4] * 6
     used = [given["rival"].sparsity if "rival" in given else given["clo"].sparsity for given in loaded[1:]]
-    assert used == [row["sparsity"] for row in rows[1:]] == [0.1, 0.5, 0.1, 0.5]
-    assert [given["attention"] for given in loaded] == ["full", "clo", "clo", "exact", "exact"]
+    assert used == [row["sparsity"] for row in rows[1:]] == [0.1, 0.5, 0.1, 0.5, 0.1]
+    assert [given["attention"] for given in loaded] == ["full", "clo", "clo", "exact", "exact", "clo"]
+    assert [given["clo"].guess_from for given in loaded if "clo" in given] == ["attention", "attention", "input"]
 
 
 def test_an_unknown_policy_is_named(capsys):

@@ -11,11 +11,12 @@ from tests import tiny
 
 
 @pytest.mark.parametrize("config", [tiny.LLAMA, tiny.QWEN], ids=["llama", "qwen2"])
-def test_equals_a_dense_pass(config):
+@pytest.mark.parametrize("guess_from", ["input", "attention"])
+def test_equals_a_dense_pass(config, guess_from):
     params, prompts = tiny.params(config), [tiny.prompt(70), tiny.prompt(41, seed=1)]
     positions = [[3, 40, 69], [0, 20, 40]]
     model = models.merge(config, params)
-    found = list(collect.layers(config, params, prompts, positions))
+    found = list(collect.layers(config, params, prompts, positions, guess_from))
     assert len(found) == config.num_layers
     for number, (prompt, at) in enumerate(zip(prompts, positions, strict=True)):
         N = len(prompt)
@@ -29,7 +30,9 @@ def test_equals_a_dense_pass(config):
             assert np.allclose(one.queries, q[0, np.array(at)], atol=1e-4)
             assert np.allclose(one.guesses, layer.query(before, rope)[0, np.array(at)], atol=1e-4)
             assert np.allclose(one.keys[:, :N], k[0].transpose(1, 0, 2), atol=1e-4)
-            before, x = x, layer.finish(x, causal_attention.reference(q, k, v, length))
+            middle = layer.add_attention(x, causal_attention.reference(q, k, v, length))
+            before = middle if guess_from == "attention" else x
+            x = layer.add_mlp(middle)
 
 
 @pytest.mark.parametrize("positions", [[[5]], [[-1]], [[]]])

@@ -31,11 +31,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     params = training.train(config, training.Settings(seed=args.seed), tell)
     seconds = time.perf_counter() - start
+    right = {}
     for records in (1300, 5400, 10800, 21800):
-        share = training.lookups_right(config, params, range(4), records, 16)
-        print(f"{records} records: {share:.2%} of lookups right", file=sys.stderr, flush=True)
+        right[records] = training.lookups_right(config, params, range(4), records, 16)
+        print(f"{records} records: {right[records]:.2%} of lookups right", file=sys.stderr, flush=True)
     result = write(config, params, args.out)
-    note = {"seconds": seconds, "device": jax.devices()[0].device_kind, "seed": args.seed, "versions": versions()}
+    note = {
+        "seconds": seconds, "device": jax.devices()[0].device_kind, "seed": args.seed, "versions": versions(),
+        "lookups_right_by_records": right,
+    }  # fmt: skip
     (result.path / TRAINING).write_text(json.dumps(note, indent=1) + "\n")
     print(f"{result.path}: {result.num_bytes / 1e6:.1f} MB, trained in {seconds:.0f} s")
 
