@@ -14,7 +14,9 @@ from clo_jax.planning import PlanOptions, backend_of, measured_heads
 from tests import tiny, tiny_checkpoint
 
 L, K = tiny.LLAMA.num_layers, tiny.LLAMA.num_kv_heads
-CLO = CloConfig(sparsity=0.2, hash_bits=64, recent_tokens=16, flush_tokens=8)
+CLO = CloConfig(
+    sparsity=0.2, hash_bits=64, recent_tokens=16, flush_tokens=8, sim_threshold=0.8, guess_from="input"
+)  # fmt: skip
 # Head 1 of layer 1 changes much from step to step, head 0 of layer 2 a little too much.
 ADJACENT = np.array([[0.5, 0.5], [0.95, 0.4], [0.85, 0.99]], np.float32)
 # A link that carries half a head while a layer computes: nothing is covered by prefetching.
@@ -131,7 +133,8 @@ def test_costs_are_needed(checkpoint, tmp_path):
 
 def test_measured_figures_count_under_their_own_settings():
     settings = dict(
-        sim_threshold=0.8, importance_power=3.0, refresh_on_flush=True, refresh="delta", retain=1.5, sparsity=0.2
+        sim_threshold=0.8, importance_power=3.0, refresh_on_flush=True, refresh="delta", retain=1.5, sparsity=0.2,
+        guess_from="input",
     )  # fmt: skip
     ones = np.ones((L, K))
     found = measured_heads(ones, "neutral", similarity(**settings), CLO)
@@ -140,6 +143,8 @@ def test_measured_figures_count_under_their_own_settings():
     other = measured_heads(ones, "neutral", similarity(**settings | {"sim_threshold": 0.7, "retain": 2.0}), CLO)
     assert other.hit_rate is None and other.new_rows is None
     np.testing.assert_array_equal(other.similarity, ADJACENT)
+    other = measured_heads(ones, "neutral", similarity(**settings | {"guess_from": "attention"}), CLO)
+    assert other.hit_rate is None and other.new_rows[0, 0] == 0.5
 
 
 def test_backend_of_a_plan():

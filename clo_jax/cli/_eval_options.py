@@ -1,6 +1,7 @@
 """Options that the commands of `clo-jax eval` share, and how they become policies to compare."""
 
 import pathlib
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -19,6 +20,13 @@ SparsityList = Annotated[
     str,
     typer.Option("--sparsity", metavar="LIST", help="Shares of the context that are selected; each policy at each."),
 ]
+Vary = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--vary", metavar="SETTINGS", help="CLO once more with settings such as retain=1,refresh=whole; repeatable.",
+        rich_help_panel=o.CLO_PANEL,
+    ),
+]  # fmt: skip
 Lengths = Annotated[str, typer.Option("--lengths", metavar="LIST", help="Tokens of prompt and answer together.")]
 Samples = Annotated[int, sample("--samples", help="Prompts of each task and length.")]
 Seed = Annotated[int, sample("--seed", help="Of what is generated.")]
@@ -69,14 +77,15 @@ def read_lengths(text: str) -> tuple[int, ...]:
 
 
 def read_variants(
-    checkpoint: str, attention: str, sparsity: str, preset: o.Preset | None, **options: Any
-) -> tuple[Any, ...]:
-    """The policies to compare. `options`: the flags of CLO but the sparsity, as typed; what they leave open comes from
-    the calibration, as in `LLM.load`."""
+    checkpoint: str, attention: str, sparsity: str, preset: o.Preset | None, vary: Sequence[str] | None = None,
+    **options: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The policies to compare. `vary`: settings to compare CLO with itself by. `options`: the flags of CLO but the
+    sparsity, as typed; what they leave open comes from the calibration, as in `LLM.load`."""
     from clo_jax.cache import calibration
     from clo_jax.checkpoints import read_info
     from clo_jax.config import CloConfig
-    from clo_jax.eval.variants import variants
+    from clo_jax.eval.variants import variants, varied
 
     load = o.load_options(o.Attention.clo, preset, **options)
     config = load.pop("clo", None)
@@ -86,4 +95,5 @@ def read_variants(
         found = calibration.find(load.get("calibration", "auto"), info.path, info.manifest.source_files, model)
         choice = found.choice if found else None
         config = CloConfig(retriever=choice.retriever, hash_bits=choice.hash_bits) if choice else CloConfig()
-    return tuple(variants(split("--attention", attention, str), split("--sparsity", sparsity, float), config, load))
+    ways = variants(split("--attention", attention, str), split("--sparsity", sparsity, float), config, load)
+    return tuple(varied(ways, vary or ()))

@@ -51,6 +51,7 @@ def ruler(
     calibration: o.Calibration = None,
     planner: o.PlannerOption = None,
     kv_budget: o.KvBudget = None,
+    vary: e.Vary = None,
     json: e.JsonFile = None,
     plot: e.Plot = None,
     quiet: o.Quiet = False,
@@ -67,7 +68,7 @@ def ruler(
     if unknown:
         raise ValueError(f"--tasks: got {unknown[0]!r}, wanted {', '.join(TASKS)}")
     chosen = e.read_variants(
-        checkpoint, attention, sparsity, preset, refresh=refresh, retain=retain, guess_from=guess_from,
+        checkpoint, attention, sparsity, preset, vary, refresh=refresh, retain=retain, guess_from=guess_from,
         sim_threshold=sim_threshold, hash_bits=hash_bits, recent_tokens=recent_tokens, backend=backend,
         calibration=calibration, planner=planner, kv_budget=kv_budget,
     )  # fmt: skip
@@ -106,6 +107,7 @@ def niah(
     calibration: o.Calibration = None,
     planner: o.PlannerOption = None,
     kv_budget: o.KvBudget = None,
+    vary: e.Vary = None,
     json: e.JsonFile = None,
     plot: e.Plot = None,
     quiet: o.Quiet = False,
@@ -118,7 +120,7 @@ def niah(
     from clo_jax.eval.sources import Sources
 
     chosen = e.read_variants(
-        checkpoint, attention, sparsity, preset, refresh=refresh, retain=retain, guess_from=guess_from,
+        checkpoint, attention, sparsity, preset, vary, refresh=refresh, retain=retain, guess_from=guess_from,
         sim_threshold=sim_threshold, hash_bits=hash_bits, recent_tokens=recent_tokens, backend=backend,
         calibration=calibration, planner=planner, kv_budget=kv_budget,
     )  # fmt: skip
@@ -156,6 +158,7 @@ def longbench(
     calibration: o.Calibration = None,
     planner: o.PlannerOption = None,
     kv_budget: o.KvBudget = None,
+    vary: e.Vary = None,
     json: e.JsonFile = None,
     plot: e.Plot = None,
     quiet: o.Quiet = False,
@@ -168,7 +171,7 @@ def longbench(
     from clo_jax.eval.sources import Sources
 
     chosen = e.read_variants(
-        checkpoint, attention, sparsity, preset, refresh=refresh, retain=retain, guess_from=guess_from,
+        checkpoint, attention, sparsity, preset, vary, refresh=refresh, retain=retain, guess_from=guess_from,
         sim_threshold=sim_threshold, hash_bits=hash_bits, recent_tokens=recent_tokens, backend=backend,
         calibration=calibration, planner=planner, kv_budget=kv_budget,
     )  # fmt: skip
@@ -209,6 +212,7 @@ def ppl(
     calibration: o.Calibration = None,
     planner: o.PlannerOption = None,
     kv_budget: o.KvBudget = None,
+    vary: e.Vary = None,
     json: e.JsonFile = None,
     plot: e.Plot = None,
     quiet: o.Quiet = False,
@@ -220,7 +224,7 @@ def ppl(
     from clo_jax.eval import divergence
 
     chosen = e.read_variants(
-        checkpoint, attention, sparsity, preset, refresh=refresh, retain=retain, guess_from=guess_from,
+        checkpoint, attention, sparsity, preset, vary, refresh=refresh, retain=retain, guess_from=guess_from,
         sim_threshold=sim_threshold, hash_bits=hash_bits, recent_tokens=recent_tokens, backend=backend,
         calibration=calibration, planner=planner, kv_budget=kv_budget,
     )  # fmt: skip

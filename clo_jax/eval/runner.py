@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from clo_jax.cache import calibration
 from clo_jax.checkpoints import CheckpointInfo, read_info
 from clo_jax.config import ModelConfig
@@ -213,7 +215,8 @@ class _Asking:
     def run(self, llm: Any, advance: Callable[[int], Any]) -> None:
         """Answers what is open."""
         plan = self.plan
-        self.file.describe(self.variant.name, self.settings, llm.describe())
+        said = llm.describe() | {"device": jax.devices()[0].device_kind}
+        self.file.describe(self.variant.name, self.settings, said)
         for length in plan.lengths:
             for task in self.tasks:
                 todo = self.open(length, task.name)

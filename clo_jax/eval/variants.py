@@ -52,3 +52,36 @@ def variants(
                 load = {"attention": name, "clo": dataclasses.replace(clo, sparsity=sparsity), **options}
             found.append(Variant(f"{name} {sparsity * 100:g} %", name, sparsity, load))
     return found
+
+
+def varied(ways: Sequence[Variant], changes: Sequence[str]) -> list[Variant]:
+    """The ways, and CLO once more at each of its sparsities for each of `changes`: settings that are not as in the
+    others, as in "retain=1,refresh=whole".
+
+    Raises:
+      ValueError: a change that is none of CLO's settings, or is of no use without CLO.
+    """
+    found = list(ways)
+    for change in changes:
+        settings = dict(_setting(change, part) for part in change.split(","))
+        before = len(found)
+        for way in ways:
+            if way.attention == "clo":
+                load = {**way.load, "clo": dataclasses.replace(way.load["clo"], **settings)}
+                found.append(Variant(f"{way.name}, {change}", "clo", way.sparsity, load))
+        if len(found) == before:
+            raise ValueError(f"--vary: got {change!r} without clo in --attention, wanted it there")
+    return found
+
+
+def _setting(change: str, part: str) -> tuple[str, Any]:
+    name, _, text = part.partition("=")
+    defaults = {field.name: field.default for field in dataclasses.fields(CloConfig)}
+    known = [field for field, default in defaults.items() if default is not None and field != "sparsity"]
+    if name not in known:
+        raise ValueError(f"--vary: got {change!r}, wanted SETTING=VALUE,... of {', '.join(known)}")
+    kind = type(defaults[name])
+    try:
+        return name, {"true": True, "false": False}[text] if kind is bool else kind(text)
+    except (KeyError, ValueError):
+        raise ValueError(f"--vary: got {text!r} for {name}, wanted a value such as {defaults[name]}") from None

@@ -113,6 +113,22 @@ def test_a_faster_link_waits_less():
     assert waits[0] > waits[1] > waits[2]
 
 
+def test_a_later_guess_hides_less():
+    early, late = CloConfig(guess_from="input"), CloConfig(guess_from="attention")
+    layout = CacheLayout.clo(LLAMA_8B, early, 1, 131072, "bfloat16")
+    assert planner.hiding_share(LLAMA_8B, early, layout) == 1
+    # 436 MB of weights, 34 of them for the output projection; 8 heads of 19,792 rows of 512 bytes.
+    share = planner.hiding_share(LLAMA_8B, late, layout)
+    rows = 8 * (layout.num_slots + layout.tail_rows) * 512
+    assert share == pytest.approx((436_207_616 - 33_554_432) / (436_207_616 + rows)) and 0.75 < share < 0.85
+    scores = np.full((32, 8), 0.5)
+    waits = {
+        clo.guess_from: llama_plan("none", scores, 0.85, 131072, clo=clo).prediction.wait_s.sum()
+        for clo in (early, late)
+    }
+    assert waits["attention"] > waits["input"]
+
+
 def test_delta_and_retained_rows_move_less():
     scores = np.ones((32, 8))
     whole = llama_plan("none", scores, 0.8, 128 * KIB, "pcie5").prediction

@@ -85,7 +85,7 @@ def test_a_calibrated_checkpoint(run, calibrated):
     result = run("plan", calibrated)
     assert result.code == 0
     assert "importance: gates; similarity: measured; machine: a test" in result.out
-    assert "0.80 to 0.80" in result.out
+    assert "0.90 to 0.90" in result.out
     found = plan_json(run, calibrated, "--planner", "cost", "--kv-budget", "100000000")
     assert found["plan"]["resident_heads"][0] == [0, [0, 1]]
     assert {row["machine"] for row in found["compared"]} == {"measured", "pcie4", "pcie5", "pcie6", "c2c"}
