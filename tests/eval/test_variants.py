@@ -3,7 +3,7 @@
 import pytest
 
 from clo_jax.config import CloConfig
-from clo_jax.eval.variants import FULL, NAMES, varied, variants
+from clo_jax.eval.variants import FULL, NAMES, variants, varied
 from clo_jax.rivals import RIVALS
 
 
