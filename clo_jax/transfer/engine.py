@@ -263,7 +263,8 @@ class Engine:
           ValueError: shapes or values that are not those above.
           TransferError: the previous request was not delivered.
         """
-        arrays = self._arrays(layer)
+        requests = ("request_counts", "request_tokens", "request_slots")
+        arrays = self._arrays(layer, "host_rows", "slot_tokens", *requests)
         S, C = arrays["host_rows"].shape[2], arrays["slot_tokens"].shape[2]
         counts, tokens, slots = np.asarray(counts), np.asarray(tokens), np.asarray(slots)
         for name, array in (("counts", counts), ("tokens", tokens), ("slots", slots)):
@@ -288,7 +289,7 @@ class Engine:
         Raises:
           ValueError: an array of another shape, or that the layer does not have.
         """
-        present = self._arrays(layer)
+        present = self._arrays(layer, *arrays)
         for name, array in arrays.items():
             target = present.get(name)
             if target is None or np.shape(array) != target.shape:
@@ -336,45 +337,48 @@ class Engine:
         """For tests: the thread that takes the chunk after the next `after_chunks` dies of an error."""
         self._live().inject_thread_death(_integer("after_chunks", after_chunks))
 
-    def _arrays(self, layer: int) -> dict[str, np.ndarray]:
-        arrays = self._live().layer_arrays(layer)
-        if arrays["host_rows"] is None:
+    def _arrays(self, layer: int, *names: str) -> dict[str, np.ndarray]:
+        """Those of these names, or all. What is in device memory is copied, so only ask for what is needed."""
+        arrays = self._live().layer_arrays(layer, names)
+        always = [array for name, array in arrays.items() if name != "selected_rows"]
+        if always and all(array is None for array in always):
             raise ValueError(f"layer: got {layer}, which has no offloaded KV heads")
         return arrays
 
     def host_rows(self, layer: int) -> np.ndarray:
         """[B, Ko, S, 2, D] in the engine's dtype, not a copy: rows that prefill and flushes have written."""
-        return self._arrays(layer)["host_rows"].view(self._dtype)
+        return self._arrays(layer, "host_rows")["host_rows"].view(self._dtype)
 
     # The arrays below are in device memory for the backends of a GPU: there they are copies.
 
     def selected_rows(self, layer: int) -> np.ndarray:
         """[B, Ko, C, 2, D] in the engine's dtype, not a copy: rows that transfers have written."""
-        rows = self._arrays(layer)["selected_rows"]
+        rows = self._arrays(layer, "selected_rows", "slot_counts")["selected_rows"]
         if rows is None:
             raise ValueError("selected_rows: there are none without kv_offload")
         return rows.view(self._dtype)
 
     def slot_tokens(self, layer: int) -> np.ndarray:
         """[B, Ko, C] int32, not a copy: token in each slot, -1 when empty."""
-        return self._arrays(layer)["slot_tokens"]
+        return self._arrays(layer, "slot_tokens")["slot_tokens"]
 
     def slot_last(self, layer: int) -> np.ndarray:
         """[B, Ko, C] uint16, not a copy: number of the refresh that last selected the slot's token, modulo 2^16."""
-        return self._arrays(layer)["slot_last"]
+        return self._arrays(layer, "slot_last")["slot_last"]
 
     def slot_counts(self, layer: int) -> np.ndarray:
         """[B, Ko] int32, not a copy: filled slots, always a prefix."""
-        return self._arrays(layer)["slot_counts"]
+        return self._arrays(layer, "slot_counts")["slot_counts"]
 
     def refreshes(self, layer: int) -> np.ndarray:
         """[B, Ko] uint16, not a copy: refreshes of each head, modulo 2^16."""
-        return self._arrays(layer)["refreshes"]
+        return self._arrays(layer, "refreshes")["refreshes"]
 
     def request(self, layer: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Copies of the layer's last request: counts [B, Ko], tokens [B, Ko, C], slots [B, Ko, C], all int32."""
-        arrays = self._arrays(layer)
-        return tuple(arrays[f"request_{name}"].copy() for name in ("counts", "tokens", "slots"))
+        names = tuple(f"request_{name}" for name in ("counts", "tokens", "slots"))
+        arrays = self._arrays(layer, *names)
+        return tuple(arrays[name].copy() for name in names)
 
 
 def _integer(name: str, value) -> int:

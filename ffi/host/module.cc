@@ -7,6 +7,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <initializer_list>
 #include <memory>
 #include <optional>
@@ -219,20 +220,26 @@ class Handle {
 };
 
 // The arrays of one layer by name; rows of 16-bit elements are uint16 here, and Python reinterprets them.
-nb::dict layer_arrays(const Handle& h, int64_t layer) {
+// The layer's arrays of these names, or all: those in device memory are copied.
+nb::dict layer_arrays(const Handle& h, int64_t layer, const std::vector<std::string>& names) {
   const clo::LayerView v = h.engine().layer(layer);
   const auto rows = v.dtype == clo::DType::kF32 ? nb::dtype<float>() : nb::dtype<uint16_t>();
   const int64_t B = v.batch, Ko = v.kv_heads, S = v.max_tokens, C = v.num_slots, D = v.head_dim;
   nb::dict a;
-  a["host_rows"] = h.array(v.host_rows, {B, Ko, S, 2, D}, rows, h.engine().config().offload);
-  a["selected_rows"] = h.array(v.selected_rows, {B, Ko, C, 2, D}, rows);
-  a["slot_tokens"] = h.array(v.slot_tokens, {B, Ko, C}, nb::dtype<int32_t>());
-  a["slot_last"] = h.array(v.slot_last, {B, Ko, C}, nb::dtype<uint16_t>());
-  a["slot_counts"] = h.array(v.slot_counts, {B, Ko}, nb::dtype<int32_t>());
-  a["refreshes"] = h.array(v.refreshes, {B, Ko}, nb::dtype<uint16_t>());
-  a["request_counts"] = h.array(v.request.counts, {B, Ko}, nb::dtype<int32_t>());
-  a["request_tokens"] = h.array(v.request.tokens, {B, Ko, C}, nb::dtype<int32_t>());
-  a["request_slots"] = h.array(v.request.slots, {B, Ko, C}, nb::dtype<int32_t>());
+  const auto give = [&](const char* name, auto* data, std::initializer_list<int64_t> shape, nb::dlpack::dtype type,
+                        bool on_host = false) {
+    if (names.empty() || std::find(names.begin(), names.end(), name) != names.end())
+      a[name] = h.array(data, shape, type, on_host);
+  };
+  give("host_rows", v.host_rows, {B, Ko, S, 2, D}, rows, h.engine().config().offload);
+  give("selected_rows", v.selected_rows, {B, Ko, C, 2, D}, rows);
+  give("slot_tokens", v.slot_tokens, {B, Ko, C}, nb::dtype<int32_t>());
+  give("slot_last", v.slot_last, {B, Ko, C}, nb::dtype<uint16_t>());
+  give("slot_counts", v.slot_counts, {B, Ko}, nb::dtype<int32_t>());
+  give("refreshes", v.refreshes, {B, Ko}, nb::dtype<uint16_t>());
+  give("request_counts", v.request.counts, {B, Ko}, nb::dtype<int32_t>());
+  give("request_tokens", v.request.tokens, {B, Ko, C}, nb::dtype<int32_t>());
+  give("request_slots", v.request.slots, {B, Ko, C}, nb::dtype<int32_t>());
   return a;
 }
 

@@ -367,3 +367,9 @@ def test_bad_requests_are_named():
             e.stage(1, counts, tokens, slots)
         with pytest.raises(IndexError, match="layer: got 3, wanted one of 3 layers"):
             e.wait(3)
+
+
+def test_only_the_arrays_that_are_asked_for_are_given():
+    with engine() as e:
+        assert set(e._arrays(0, "slot_counts", "refreshes")) == {"slot_counts", "refreshes"}
+        assert {"host_rows", "selected_rows", "slot_tokens"} < set(e._arrays(0))
