@@ -116,6 +116,15 @@ def commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
+def _kept(value: Any) -> Any:
+    """Arguments as they are kept: of a path from the root, at any depth, the last part and the folder it is in."""
+    if isinstance(value, Mapping):
+        return {name: _kept(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_kept(one) for one in value]
+    return "/".join(pathlib.PurePath(value).parts[-2:]) if isinstance(value, str) and value.startswith("/") else value
+
+
 def command(arguments: Sequence[str]) -> str:
     """A command line as it is kept: of every path only the last part, which is all that a reader elsewhere can use."""
 
@@ -140,7 +149,7 @@ def make(what: str, args: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, A
         "timestamp": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "hardware": hardware(),
         "versions": versions(),
-        "args": dict(args),
+        "args": _kept(args),
         "rows": [row.to_dict() for row in rows],
     }
     validate(made)

@@ -33,8 +33,8 @@ What differs from the original.
 - A is one per KV head, from the queries of its whole group, so that the group shares a partial key cache. (The original
   speaks of models with one KV head per query head.)
 - The guess is the query projection of layer l, with its own norm, of the residual stream that enters layer l - 1, as
-  in CLO's paper; the original multiplies the input of layer l - 1's attention with a partial W_Q. The projection is computed
-  whole and cut afterwards: the same numbers, more multiplications.
+  in CLO's paper; the original multiplies the input of layer l - 1's attention with a partial W_Q. The projection is
+  computed whole and cut afterwards: the same numbers, more multiplications.
 - n is the mean over the heads of one sequence, not over the batch, so that sequences do not depend on their neighbours.
 - The pool's counters are wide enough never to be halved. A row that replaces another starts with one use more than that
   one had, so that it is not the next to go.

@@ -90,3 +90,9 @@ def test_figures_that_were_typed_are_noticed(tmp_path, break_it, message):
     break_it(content)
     with pytest.raises(ValueError, match=message):
         report.validate(content)
+
+
+def test_arguments_say_nothing_of_the_folders_of_a_machine(tmp_path):
+    given = {"described": [{"calibration": "/home/somebody/model/calibration"}], "text": "a/b", "n": 3}
+    content = report.write(tmp_path / "found.json", "test", given, [report.Row("one", 1.0, "s")])
+    assert content["args"] == {"described": [{"calibration": "model/calibration"}], "text": "a/b", "n": 3}
