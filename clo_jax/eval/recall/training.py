@@ -25,7 +25,7 @@ _WARMUP = 200  # steps
 
 def model_config() -> ModelConfig:
     """4.8 million parameters; G = 5. The base of the rotation leaves two fifths of a head's dimensions slow enough to
-    compare what stands 130,000 tokens apart: 52, where heads of half the size did not tell all keys apart."""
+    compare what stands 130,000 tokens apart: 52."""
     return ModelConfig(
         "qwen2", chains.VOCAB, 256, 512, 4, 10, 2, 128, 1e-6, LONGEST, RopeConfig(5e8), tie_word_embeddings=True,
         qkv_bias=True,
