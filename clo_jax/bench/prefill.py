@@ -113,11 +113,12 @@ def rows(plan: Plan, found: Found) -> list[report.Row]:
     made, load = [], {way.name: way for way in plan.ways}
     for (name, context, batch), measured in found.items():
         tokens, way = batch * (context - 1), load[name]
+        rate = tokens_per_second(tokens, measured)
         p50, p90, p99 = (float(p) * 1e3 for p in np.percentile(measured.ttft_s, (50, 90, 99)))
         more = plan.subject.describe() | {
             "attention": way.attention, "sparsity": way.sparsity, "context": context, "batch": batch,
             "kv_offload": way.load.get("kv_offload", True), "input_tokens": tokens,
-            "input_throughput": tokens / p50 * 1e3, "ttft_ms": p50, "p50_ttft_ms": p50, "p90_ttft_ms": p90,
+            "input_throughput": rate, "ttft_ms": p50, "p50_ttft_ms": p50, "p90_ttft_ms": p90,
             "p99_ttft_ms": p99, "min": min(measured.ttft_s) * 1e3, "max": max(measured.ttft_s) * 1e3,
             "repeats": len(measured.ttft_s), "cpu_cores_busy": measured.cores,
             "device_kv_bytes": measured.device_bytes, "host_kv_bytes": measured.host_bytes,
@@ -128,11 +129,13 @@ def rows(plan: Plan, found: Found) -> list[report.Row]:
             against, control = name, measured
         elif against != "full" and jax.default_backend() == "gpu":
             goal = GOAL
-        rate = tokens / float(np.median(control.ttft_s))
-        made.append(
-            report.Row(title(name, context, batch), more["input_throughput"], "tokens/s", against, rate, goal, more)
-        )  # fmt: skip
+        against_rate = tokens_per_second(tokens, control)
+        made.append(report.Row(title(name, context, batch), rate, "tokens/s", against, against_rate, goal, more))
     return made
+
+
+def tokens_per_second(tokens: int, measured: Measured) -> float:
+    return tokens / float(np.median(measured.ttft_s))
 
 
 def arguments(plan: Plan, skipped: Mapping[str, str]) -> dict[str, Any]:
