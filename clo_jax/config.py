@@ -9,11 +9,13 @@ Attention = Literal["full", "clo", "exact", "infinigen", "pqcache", "retroinfer"
 Dtype = Literal["float32", "bfloat16", "float16"]  # of parameters, activations and KV rows
 Retriever = Literal["sign", "hata", "exact"]
 Refresh = Literal["whole", "delta"]
+KvDtype = Literal["auto", "int8", "fp8"]  # of offloaded rows; auto: that of activations
 GuessFrom = Literal["input", "attention"]  # of the layer before: its input, or that with its attention added
 
 
 ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+KV_DTYPES: tuple[KvDtype, ...] = get_args(KvDtype)
 
 
 def require(ok: bool, name: str, got: Any, wanted: str) -> None:
@@ -82,6 +84,7 @@ class CloConfig:
     hash_bits: int = 256  # R
     refresh: Refresh = "delta"
     retain: float = 1.5  # c: the buffer of a head holds ceil(c · k) rows
+    kv_dtype: KvDtype = "auto"  # int8, fp8: rows in host memory, on the link and selected ones have a byte an element
     guess_from: GuessFrom = "attention"  # "input", the paper's, hides more of a transfer; the guess is worse
     sim_threshold: float = 0.9  # eta, the base cosine threshold (the paper's: 0.8); 1 or more refreshes at every step
     importance_power: float = 3.0  # n
@@ -100,6 +103,11 @@ class CloConfig:
             self.hash_bits > 0 and self.hash_bits % 32 == 0, "hash_bits", self.hash_bits, "a positive multiple of 32"
         )
         require(self.refresh in ("whole", "delta"), "refresh", self.refresh, "whole or delta")
+        require(self.kv_dtype in KV_DTYPES, "kv_dtype", self.kv_dtype, "auto, int8 or fp8")
+        require(
+            self.kv_dtype == "auto" or self.retriever != "exact",
+            "kv_dtype", self.kv_dtype, "auto with retriever exact, which reads whole keys",
+        )  # fmt: skip
         require(self.guess_from in ("input", "attention"), "guess_from", self.guess_from, "input or attention")
         require(math.isfinite(self.retain) and self.retain >= 1, "retain", self.retain, "a number >= 1")
         require(self.refresh == "delta" or self.retain == 1, "retain", self.retain, "1 when refresh is whole")

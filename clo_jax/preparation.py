@@ -119,6 +119,7 @@ class Preparation:
                 batch=batch, max_tokens=layout.max_tokens, num_slots=layout.num_slots, head_dim=layout.head_dim,
                 dtype=jnp.dtype(settings.dtype), backend=settings.backend, threads=settings.transfer_threads,
                 kv_offload=settings.kv_offload, timeout_s=settings.timeout_s, progress=settings.pinning,
+                kv_dtype=layout.kv_dtype,
             )  # fmt: skip
             policy = self.policy(layout, self.engine.handle)
         self._ready = (policy, policy.tables())
@@ -155,6 +156,7 @@ class Preparation:
         clo = {} if settings.attention != "clo" else {
             "retriever": self.policy(layout, 0).retriever_name,
             "hash_bits": layout.hash_bits,
+            "kv_dtype": layout.kv_dtype,
             "head_scores": self.scores(layout).source,
             "calibration": str(settings.calibration.path) if settings.calibration else None,
             "planner": settings.plan.planner,

@@ -54,7 +54,7 @@ def clo_policy(
     heads = [len(layout.offloaded(layer)) for layer in range(layout.num_layers)]
     with Engine(
         kv_heads=heads, batch=batch, max_tokens=max_tokens, num_slots=layout.num_slots, head_dim=layout.head_dim,
-        dtype=jnp.dtype(dtype), **engine,
+        dtype=jnp.dtype(dtype), kv_dtype=layout.kv_dtype, **engine,
     ) as transfers:  # fmt: skip
         yield CloPolicy(layout, clo, transfers.handle, scores or neutral_scores(layout)), transfers
 

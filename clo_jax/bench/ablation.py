@@ -158,7 +158,7 @@ def measure(
         return Engine(
             kv_heads=[len(of.offloaded(layer)) for layer in range(model.num_layers)], batch=1,
             max_tokens=of.max_tokens, num_slots=of.num_slots, head_dim=of.head_dim, dtype=jnp.dtype(dtype),
-            backend=backend,
+            kv_dtype=of.kv_dtype, backend=backend,
         )  # fmt: skip
 
     run("full", FullPolicy(CacheLayout.full(model, 1, context, dtype)), None)

@@ -77,7 +77,7 @@ class Bench:
         layout = CacheLayout.clo(model, clo, 1, context + steps + 1, dtype)
         self.engine = Engine(
             kv_heads=[K] * L, batch=1, max_tokens=layout.max_tokens, num_slots=layout.num_slots, head_dim=D,
-            dtype=jnp.dtype(dtype), **engine,
+            dtype=jnp.dtype(dtype), kv_dtype=layout.kv_dtype, **engine,
         )  # fmt: skip
         self.delta = CloPolicy(layout, clo, self.engine.handle, neutral_scores(layout))
         self.whole = dataclasses.replace(

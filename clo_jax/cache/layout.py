@@ -18,6 +18,12 @@ from clo_jax.config import CloConfig, ModelConfig
 
 # Parts of the bytes below that the transfer engine allocates, once for all runs.
 ENGINE_PARTS = frozenset({"selected rows", "slot tables", "requests", "host rows"})
+SCALE_BYTES = 16  # of a quantized row (`ops.quantized_rows`)
+
+
+def stored_row_bytes(head_dim: int, itemsize: int, kv_dtype: str) -> int:
+    """Bytes of one token's K and V of one head where the engine has them: in host memory, on the link, selected."""
+    return 2 * head_dim * itemsize if kv_dtype == "auto" else 2 * head_dim + SCALE_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +43,7 @@ class CacheLayout:
     flush: int
     sparsity: float
     retain: float
+    kv_dtype: str = "auto"
 
     @classmethod
     def full(cls, model: ModelConfig, batch: int, max_tokens: int, dtype: str) -> "CacheLayout":
@@ -52,8 +59,13 @@ class CacheLayout:
         """Layout of the CLO policy.
 
         Raises:
-          ValueError: resident heads that the model does not have.
+          ValueError: resident heads that the model does not have, or a head dim whose rows cannot be quantized.
         """
+        if clo.kv_dtype != "auto" and model.head_dim % 8:
+            raise ValueError(
+                f"kv_dtype: got {clo.kv_dtype!r} with a head dim of {model.head_dim}, wanted auto: quantized rows want "
+                "a multiple of 8"
+            )
         plan = dict(clo.resident_heads) if clo.resident_heads is not None else {0: tuple(range(model.num_kv_heads))}
         for layer, heads in plan.items():
             if not 0 <= layer < model.num_layers:
@@ -68,7 +80,7 @@ class CacheLayout:
             resident=tuple(tuple(sorted(plan.get(layer, ()))) for layer in range(model.num_layers)),
             hash_bits=0 if clo.retriever == "exact" else clo.hash_bits,
             sink=clo.sink_tokens, recent=clo.recent_tokens, flush=clo.flush_tokens,
-            sparsity=clo.sparsity, retain=clo.retain,
+            sparsity=clo.sparsity, retain=clo.retain, kv_dtype=clo.kv_dtype,
         )  # fmt: skip
 
     # --- sizes ----------------------------------------
@@ -105,8 +117,13 @@ class CacheLayout:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token's K and V of one head."""
+        """Bytes of one token's K and V of one head, as activations: of resident and tail rows."""
         return 2 * self.head_dim * self.itemsize
+
+    @property
+    def stored_row_bytes(self) -> int:
+        """The same of host rows, of rows on the link, and of selected rows."""
+        return stored_row_bytes(self.head_dim, self.itemsize, self.kv_dtype)
 
     # --- functions of the context length (int32 scalars or arrays) ------------------------
 
@@ -139,7 +156,7 @@ class CacheLayout:
         parts = {"resident rows": B * Kr * S * self.row_bytes}
         if Ko:
             parts |= {
-                "selected rows": B * Ko * C * self.row_bytes,
+                "selected rows": B * Ko * C * self.stored_row_bytes,
                 "slot tables": B * Ko * (6 * C + 4 + 2),
                 "requests": B * Ko * (8 * C + 4),
                 "codes": B * Ko * S * (self.hash_bits // 8 + (2 if self.hash_bits else 0)),
@@ -151,7 +168,7 @@ class CacheLayout:
     def host_bytes(self) -> int:
         """Host bytes of the offloaded rows."""
         Ko = sum(len(self.offloaded(layer)) for layer in range(self.num_layers))
-        return self.batch * Ko * self.max_tokens * self.row_bytes
+        return self.batch * Ko * self.max_tokens * self.stored_row_bytes
 
     def head_order(self, layer: int) -> np.ndarray | None:
         """KV heads of a mixed layer in the order that ops want, offloaded first; None when it is the natural one."""

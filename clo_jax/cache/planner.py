@@ -99,7 +99,7 @@ def measured_machine(costs: Costs, backend: str, model: ModelConfig, layout: Cac
 
 def preset_machine(hardware: Hardware, model: ModelConfig, layout: CacheLayout) -> Machine:
     """A machine from its figures: a layer takes the time to read its weights and its heads' rows, and an overhead."""
-    rows = layout.batch * model.num_kv_heads * (layout.num_slots + layout.tail_rows) * layout.row_bytes
+    rows = layout.batch * model.num_kv_heads * attended_bytes(layout)
     read = layer_weight_bytes(model, layout.itemsize) + rows
     head = model.vocab_size * model.hidden_size * layout.itemsize
     return Machine(
@@ -137,7 +137,7 @@ def make_plan(
         if values is not None and np.shape(values) != shape:
             raise ValueError(f"{name}: got shape {np.shape(values)}, wanted {shape} = [L, K]")
     tau = thresholds(heads.importance, clo.sim_threshold, clo.importance_power)
-    set_bytes = layout.k_max * layout.row_bytes
+    set_bytes = layout.k_max * layout.stored_row_bytes
     cover = hiding_share(model, clo, layout)
     step = dataclasses.replace(_step_model(clo, layout, heads, tau, machine, set_bytes), cover=cover)
     hidden_s = cover * machine.layer_s
@@ -158,6 +158,11 @@ def make_plan(
     )  # fmt: skip
 
 
+def attended_bytes(layout: CacheLayout) -> int:
+    """Bytes of rows that attention reads for one sequence and offloaded head."""
+    return layout.num_slots * layout.stored_row_bytes + layout.tail_rows * layout.row_bytes
+
+
 def hiding_share(model: ModelConfig, clo: CloConfig, layout: CacheLayout) -> float:
     """Share of a layer's time that hides the next layer's transfers: all of it after a guess from its input; after one
     from its attention the MLP and the next projections, by the bytes that they read of those that a layer reads."""
@@ -165,7 +170,7 @@ def hiding_share(model: ModelConfig, clo: CloConfig, layout: CacheLayout) -> flo
         return 1.0
     weights = layer_weight_bytes(model, layout.itemsize)
     output = model.num_heads * model.head_dim * model.hidden_size * layout.itemsize
-    rows = layout.batch * model.num_kv_heads * (layout.num_slots + layout.tail_rows) * layout.row_bytes
+    rows = layout.batch * model.num_kv_heads * attended_bytes(layout)
     return (weights - output) / (weights + rows)
 
 
@@ -209,11 +214,11 @@ def _step_model(
         new_rows = np.asarray(heads.new_rows, np.float64)
     else:
         new_rows = np.full(tau.shape, np.interp(clo.retain, *zip(*_NEW_ROWS, strict=True)))
-    attended = layout.num_slots + layout.tail_rows
+    more = max(layout.max_tokens * layout.row_bytes - attended_bytes(layout), 0)  # that a resident head reads
     codes = layout.max_tokens * (layout.hash_bits // 8 + 2)
     return StepModel(
         miss=np.clip(miss, 0, 1), new_rows=np.clip(new_rows, 0, 1), layer_s=machine.layer_s,
-        resident_s=layout.batch * max(layout.max_tokens - attended, 0) * layout.row_bytes / machine.device_bytes_per_s,
+        resident_s=layout.batch * more / machine.device_bytes_per_s,
         search_s=layout.batch * codes / machine.device_bytes_per_s,
         set_s=set_bytes / machine.link_bytes_per_s, batch=layout.batch, rest_s=machine.rest_s,
     )  # fmt: skip

@@ -101,7 +101,7 @@ def _step_seconds(
     prompt = [int(t) for t in np.random.default_rng(0).integers(0, config.vocab_size, context - steps - 1)]
     arenas = dict(
         kv_heads=[config.num_kv_heads] * layers, batch=batch, max_tokens=context, num_slots=layout.num_slots,
-        head_dim=config.head_dim, dtype=jnp.dtype(dtype), backend=backend,
+        head_dim=config.head_dim, dtype=jnp.dtype(dtype), kv_dtype=layout.kv_dtype, backend=backend,
     )  # fmt: skip
     with contextlib.closing(Engine(**arenas)) as engine:
         policy = CloPolicy(layout, hitting, engine.handle, neutral_scores(layout))

@@ -38,6 +38,12 @@ class Refresh(enum.StrEnum):
     delta = "delta"
 
 
+class KvDtype(enum.StrEnum):
+    auto = "auto"
+    int8 = "int8"
+    fp8 = "fp8"
+
+
 class GuessFrom(enum.StrEnum):
     input = "input"
     attention = "attention"
@@ -126,6 +132,10 @@ GuessFromOption = Annotated[
         help="Queries from the input of the layer before, or from after its attention.",
         default="attention",
     ),
+]
+KvDtypeOption = Annotated[
+    KvDtype | None,
+    _clo("--kv-dtype", help="Of offloaded rows, on the host and selected; int8, fp8: half the bytes.", default="auto"),
 ]
 SimThreshold = Annotated[
     float | None, _clo("--sim-threshold", help="Cosine that counts as a hit; 1 refreshes always.", default="0.9")

@@ -50,6 +50,7 @@ def decode(
     dtype: b.DType = o.DType.auto,
     preset: o.PresetOption = None,
     retriever: o.RetrieverOption = None,
+    kv_dtype: o.KvDtypeOption = None,
     refresh: o.RefreshOption = None,
     retain: o.Retain = None,
     sim_threshold: o.SimThreshold = None,
@@ -73,7 +74,7 @@ def decode(
     from clo_jax.cli import _bench_plots
 
     chosen = b.read_variants(
-        checkpoint, attention, sparsity, preset, retriever=retriever, refresh=refresh, retain=retain,
+        checkpoint, attention, sparsity, preset, retriever=retriever, kv_dtype=kv_dtype, refresh=refresh, retain=retain,
         sim_threshold=sim_threshold, hash_bits=hash_bits, recent_tokens=recent_tokens, backend=backend,
         transfer_threads=transfer_threads, calibration=calibration, planner=planner, kv_budget=kv_budget,
     )  # fmt: skip
@@ -117,6 +118,7 @@ def prefill(
     dtype: b.DType = o.DType.auto,
     preset: o.PresetOption = None,
     retriever: o.RetrieverOption = None,
+    kv_dtype: o.KvDtypeOption = None,
     hash_bits: o.HashBits = None,
     backend: o.Backend = None,
     calibration: o.Calibration = None,
@@ -133,8 +135,8 @@ def prefill(
     from clo_jax.cli import _bench_plots
 
     chosen = b.read_variants(
-        checkpoint, attention, sparsity, preset, retriever=retriever, hash_bits=hash_bits, backend=backend,
-        calibration=calibration,
+        checkpoint, attention, sparsity, preset, retriever=retriever, kv_dtype=kv_dtype, hash_bits=hash_bits,
+        backend=backend, calibration=calibration,
     )  # fmt: skip
     found = subject.find(checkpoint, shape, layers, dtype.value)
     plan = bench.Plan(found, chosen, e.read_lengths(lengths), b.read_batches(batches), repeats)
@@ -167,6 +169,7 @@ def memory(
     dtype: b.DType = o.DType.auto,
     preset: o.PresetOption = None,
     retriever: o.RetrieverOption = None,
+    kv_dtype: o.KvDtypeOption = None,
     retain: o.Retain = None,
     hash_bits: o.HashBits = None,
     recent_tokens: o.RecentTokens = None,
@@ -183,8 +186,8 @@ def memory(
     from clo_jax.cli import _bench_plots
 
     chosen = b.read_variants(
-        checkpoint, attention, sparsity, preset, retriever=retriever, retain=retain, hash_bits=hash_bits,
-        recent_tokens=recent_tokens, calibration=calibration,
+        checkpoint, attention, sparsity, preset, retriever=retriever, kv_dtype=kv_dtype, retain=retain,
+        hash_bits=hash_bits, recent_tokens=recent_tokens, calibration=calibration,
     )  # fmt: skip
     found = subject.find(checkpoint, shape, layers, dtype.value)
     contexts = bench.contexts(found) if lengths is None else e.read_lengths(lengths)
@@ -208,6 +211,7 @@ def layer(
     steps: Annotated[int, typer.Option(help="Decode steps of one program.")] = 64,
     repeats: Annotated[int, typer.Option(help="Timed programs of each case.")] = 5,
     retriever: o.RetrieverOption = None,
+    kv_dtype: o.KvDtypeOption = None,
     dtype: b.DType = o.DType.auto,
     backend: o.Backend = None,
     json: e.JsonFile = None,
@@ -222,7 +226,7 @@ def layer(
     from clo_jax.config import CloConfig
 
     found = subject.find(None, shape, layers, dtype.value)
-    clo = CloConfig(sparsity=0.1, retain=1.5, retriever="sign" if retriever is None else retriever.value)
+    clo = CloConfig(sparsity=0.1, retain=1.5, **o.given(retriever=retriever, kv_dtype=kv_dtype))
     model = dataclasses.replace(found.model, vocab_size=256)  # no layer has one
     rows = bench.measure(model, clo, context, steps, repeats, found.dtype, backend or "auto", _console.note)
     arguments = {"context": context, "steps": steps, "repeats": repeats, **found.describe(),

@@ -44,6 +44,7 @@ def ruler(
     refresh: o.RefreshOption = None,
     retain: o.Retain = None,
     guess_from: o.GuessFromOption = None,
+    kv_dtype: o.KvDtypeOption = None,
     sim_threshold: o.SimThreshold = None,
     hash_bits: o.HashBits = None,
     recent_tokens: o.RecentTokens = None,
@@ -69,8 +70,8 @@ def ruler(
         raise ValueError(f"--tasks: got {unknown[0]!r}, wanted {', '.join(TASKS)}")
     chosen = e.read_variants(
         checkpoint, attention, sparsity, preset, vary, refresh=refresh, retain=retain, guess_from=guess_from,
-        sim_threshold=sim_threshold, hash_bits=hash_bits, recent_tokens=recent_tokens, backend=backend,
-        calibration=calibration, planner=planner, kv_budget=kv_budget,
+        kv_dtype=kv_dtype, sim_threshold=sim_threshold, hash_bits=hash_bits, recent_tokens=recent_tokens,
+        backend=backend, calibration=calibration, planner=planner, kv_budget=kv_budget,
     )  # fmt: skip
     plan = Plan(
         "ruler", checkpoint, tuple(TASKS[name] for name in dict.fromkeys(names)), chosen, e.read_lengths(lengths),
@@ -100,6 +101,7 @@ def niah(
     refresh: o.RefreshOption = None,
     retain: o.Retain = None,
     guess_from: o.GuessFromOption = None,
+    kv_dtype: o.KvDtypeOption = None,
     sim_threshold: o.SimThreshold = None,
     hash_bits: o.HashBits = None,
     recent_tokens: o.RecentTokens = None,
@@ -121,8 +123,8 @@ def niah(
 
     chosen = e.read_variants(
         checkpoint, attention, sparsity, preset, vary, refresh=refresh, retain=retain, guess_from=guess_from,
-        sim_threshold=sim_threshold, hash_bits=hash_bits, recent_tokens=recent_tokens, backend=backend,
-        calibration=calibration, planner=planner, kv_budget=kv_budget,
+        kv_dtype=kv_dtype, sim_threshold=sim_threshold, hash_bits=hash_bits, recent_tokens=recent_tokens,
+        backend=backend, calibration=calibration, planner=planner, kv_budget=kv_budget,
     )  # fmt: skip
     plan = Plan(
         "niah", checkpoint, grid.tasks(e.split("--depths", depths, float)), chosen, e.read_lengths(lengths), samples,
@@ -151,6 +153,7 @@ def longbench(
     refresh: o.RefreshOption = None,
     retain: o.Retain = None,
     guess_from: o.GuessFromOption = None,
+    kv_dtype: o.KvDtypeOption = None,
     sim_threshold: o.SimThreshold = None,
     hash_bits: o.HashBits = None,
     recent_tokens: o.RecentTokens = None,
@@ -172,8 +175,8 @@ def longbench(
 
     chosen = e.read_variants(
         checkpoint, attention, sparsity, preset, vary, refresh=refresh, retain=retain, guess_from=guess_from,
-        sim_threshold=sim_threshold, hash_bits=hash_bits, recent_tokens=recent_tokens, backend=backend,
-        calibration=calibration, planner=planner, kv_budget=kv_budget,
+        kv_dtype=kv_dtype, sim_threshold=sim_threshold, hash_bits=hash_bits, recent_tokens=recent_tokens,
+        backend=backend, calibration=calibration, planner=planner, kv_budget=kv_budget,
     )  # fmt: skip
     names = None if tasks is None else e.split("--tasks", tasks, str)
     plan = Plan(
@@ -205,6 +208,7 @@ def ppl(
     refresh: o.RefreshOption = None,
     retain: o.Retain = None,
     guess_from: o.GuessFromOption = None,
+    kv_dtype: o.KvDtypeOption = None,
     sim_threshold: o.SimThreshold = None,
     hash_bits: o.HashBits = None,
     recent_tokens: o.RecentTokens = None,
@@ -225,8 +229,8 @@ def ppl(
 
     chosen = e.read_variants(
         checkpoint, attention, sparsity, preset, vary, refresh=refresh, retain=retain, guess_from=guess_from,
-        sim_threshold=sim_threshold, hash_bits=hash_bits, recent_tokens=recent_tokens, backend=backend,
-        calibration=calibration, planner=planner, kv_budget=kv_budget,
+        kv_dtype=kv_dtype, sim_threshold=sim_threshold, hash_bits=hash_bits, recent_tokens=recent_tokens,
+        backend=backend, calibration=calibration, planner=planner, kv_budget=kv_budget,
     )  # fmt: skip
     plan = divergence.Plan(checkpoint, chosen, e.read_lengths(lengths), tokens, text, seed, dtype.value, recall_tokens)
     outcome = divergence.run(plan, _console.progress)

@@ -82,6 +82,7 @@ def plan(
     refresh: o.RefreshOption = None,
     retain: o.Retain = None,
     guess_from: o.GuessFromOption = None,
+    kv_dtype: o.KvDtypeOption = None,
     sim_threshold: o.SimThreshold = None,
     importance_power: o.ImportancePower = None,
     reuse_margin: o.ReuseMargin = None,
@@ -99,7 +100,7 @@ def plan(
 
     clo = o.load_options(
         o.Attention.clo, preset, sparsity=sparsity, refresh=refresh, retain=retain, guess_from=guess_from,
-        sim_threshold=sim_threshold,
+        kv_dtype=kv_dtype, sim_threshold=sim_threshold,
         importance_power=importance_power, reuse_margin=reuse_margin, hash_bits=hash_bits,
     ).get("clo")  # fmt: skip
     given = _inputs(checkpoint, scores, model, similarity, clo)

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from clo_jax import _host
+from clo_jax.config import KV_DTYPES, KvDtype, require
 from clo_jax.errors import MemoryPlanError, TransferError
 
 GPU_BACKENDS = ("pull", "bar", "staged")  # in the order in which "auto" tries them
@@ -75,7 +76,8 @@ class Engine:
       max_tokens: context capacity S.
       num_slots: slots C of each head in the selected-rows buffer.
       head_dim: D.
-      dtype: float32, bfloat16 or float16, of rows.
+      dtype: float32, bfloat16 or float16, of activations and of rows.
+      kv_dtype: "auto", or "int8" or "fp8": rows are quantized when they are offloaded (`ops.quantized_rows`).
       backend: who moves the rows (clo_jax.transfer.backends lists them). "pull", "bar" and "staged" serve programs on a
         GPU, "host" programs on the CPU. "auto" is the first of them that works where JAX runs.
       threads: transfer threads; None for `default_threads`. "pull" has none.
@@ -106,11 +108,14 @@ class Engine:
         kv_offload: bool = True,
         timeout_s: float = 30.0,
         progress: Callable[[int, int], None] | None = None,
+        kv_dtype: KvDtype = "auto",
     ):
         self._native = None
         self._dtype = np.dtype(dtype)
         if self._dtype not in _DTYPES:
             raise ValueError(f"dtype: got {self._dtype}, wanted float32, bfloat16 or float16")
+        require(kv_dtype in KV_DTYPES, "kv_dtype", kv_dtype, "auto, int8 or fp8")
+        self._rows_dtype = self._dtype if kv_dtype == "auto" else np.dtype(np.uint8)
         backend, self.skipped = choose_backend() if backend == "auto" else (str(backend), ())
         self._threads = default_threads(backend) if threads is None else _integer("threads", threads)
         self._kv_offload = bool(kv_offload)
@@ -125,6 +130,7 @@ class Engine:
                 num_slots=_integer("num_slots", num_slots),
                 head_dim=_integer("head_dim", head_dim),
                 dtype=self._dtype.name,
+                kv_dtype=kv_dtype,
                 backend=backend,
                 device=jax.local_devices()[0].local_hardware_id if backend in GPU_BACKENDS else -1,
                 threads=self._threads,
@@ -295,7 +301,7 @@ class Engine:
             if target is None or np.shape(array) != target.shape:
                 wanted = "an array of the layer" if target is None else f"shape {target.shape}"
                 raise ValueError(f"{name}: got shape {np.shape(array)}, wanted {wanted}")
-            dtype = self._dtype if name.endswith("_rows") else target.dtype
+            dtype = self._rows_dtype if name.endswith("_rows") else target.dtype
             self._live().write_array(layer, name, np.ascontiguousarray(array, dtype).reshape(-1).view(np.uint8))
 
     def post(self, layer: int) -> int:
@@ -346,17 +352,19 @@ class Engine:
         return arrays
 
     def host_rows(self, layer: int) -> np.ndarray:
-        """[B, Ko, S, 2, D] in the engine's dtype, not a copy: rows that prefill and flushes have written."""
-        return self._arrays(layer, "host_rows")["host_rows"].view(self._dtype)
+        """[B, Ko, S, 2, D] in the engine's dtype, or [B, Ko, S, 2·D + 16] uint8 when rows are quantized; not a copy:
+        rows that prefill and flushes have written."""
+        return self._arrays(layer, "host_rows")["host_rows"].view(self._rows_dtype)
 
     # The arrays below are in device memory for the backends of a GPU: there they are copies.
 
     def selected_rows(self, layer: int) -> np.ndarray:
-        """[B, Ko, C, 2, D] in the engine's dtype, not a copy: rows that transfers have written."""
+        """[B, Ko, C, 2, D] in the engine's dtype, or [B, Ko, C, 2·D + 16] uint8 when rows are quantized; not a copy:
+        rows that transfers have written."""
         rows = self._arrays(layer, "selected_rows", "slot_counts")["selected_rows"]
         if rows is None:
             raise ValueError("selected_rows: there are none without kv_offload")
-        return rows.view(self._dtype)
+        return rows.view(self._rows_dtype)
 
     def slot_tokens(self, layer: int) -> np.ndarray:
         """[B, Ko, C] int32, not a copy: token in each slot, -1 when empty."""

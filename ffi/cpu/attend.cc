@@ -27,6 +27,7 @@ struct Segment {
   int64_t count;
   int64_t pinned = 0, first = 0, sink = 0, ring_rows = 0;
   const int32_t* tokens = nullptr;
+  RowFormat format = RowFormat::kPlain;
 
   int64_t index(int64_t j) const {
     if (tokens != nullptr) return tokens[j];
@@ -41,14 +42,16 @@ struct Task {
 };
 
 class Attention {
+  using Kernel = void (*)(const RowsBlock&);
+
  public:
   explicit Attention(const AttendParams& p)
       : p_(p),
         kv_heads_(p.offloaded_heads + p.resident_heads),
-        row_bytes_(2 * p.head_dim * dtype_bytes(p.dtype)),
+        row_bytes_(row_bytes(p.head_dim, p.dtype, RowFormat::kPlain)),
         block_(std::clamp<int64_t>(kBlockBytes / row_bytes_, 8, kRowsBlock)),
+        stored_bytes_(row_bytes(p.head_dim, p.dtype, p.view.format)),
         stride_((p.group * (p.head_dim + 2) + 15) / 16 * 16),  // whole cache lines, so that threads do not share one
-        kernel_(choose(p.dtype, rows_table().f32, rows_table().bf16, rows_table().f16)),
         query_(p.batch * kv_heads_ * p.group * p.head_dim),
         total_(p.batch * kv_heads_ * stride_) {
     dispatch(p.dtype, [&](auto* tag) {
@@ -89,11 +92,12 @@ class Attention {
       for (int64_t h = 0; h < p_.offloaded_heads; ++h) {
         const int64_t i = b * p_.offloaded_heads + h;
         Segment s{nullptr, v.slot_counts[i]};
+        s.format = v.format;
         if (v.selected_rows != nullptr) {
-          s.base = row(v.selected_rows, i * v.num_slots);
+          s.base = static_cast<const char*>(v.selected_rows) + i * v.num_slots * stored_bytes_;
           s.pinned = s.count;
         } else {
-          s.base = row(v.host_rows, i * v.max_tokens);
+          s.base = static_cast<const char*>(v.host_rows) + i * v.max_tokens * stored_bytes_;
           s.tokens = v.slot_tokens + i * v.num_slots;
         }
         add(b * kv_heads_ + h, s);
@@ -145,9 +149,11 @@ class Attention {
   void attend_rows(const Task& t, float* part) const {
     clear(part);
     const void* addresses[2][kRowsBlock];
+    const bool quantized = t.segment.format != RowFormat::kPlain;
+    const int64_t bytes = quantized ? stored_bytes_ : row_bytes_;
     const auto fill = [&](int64_t begin, const void** out) {
       const int64_t count = std::min(block_, t.end - begin);
-      for (int64_t i = 0; i < count; ++i) out[i] = t.segment.base + t.segment.index(begin + i) * row_bytes_;
+      for (int64_t i = 0; i < count; ++i) out[i] = t.segment.base + t.segment.index(begin + i) * bytes;
       return std::max<int64_t>(count, 0);
     };
     RowsBlock block{};
@@ -157,14 +163,23 @@ class Attention {
     block.max = part;
     block.sum = part + p_.group;
     block.acc = part + 2 * p_.group;
+    std::vector<float> scratch(quantized ? block_ * 2 * p_.head_dim : 0);
+    block.scratch = scratch.data();
+    const Kernel kernel = kernel_for(t.segment.format);
     int64_t count = fill(t.begin, addresses[0]);
     for (int64_t begin = t.begin, side = 0; begin < t.end; begin += block_, side ^= 1) {
       block.rows = addresses[side];
       block.count = count;
       block.next = addresses[side ^ 1];
       block.next_count = count = fill(begin + block_, addresses[side ^ 1]);
-      kernel_(block);
+      kernel(block);
     }
+  }
+
+  Kernel kernel_for(RowFormat format) const {
+    const RowsTable& table = rows_table();
+    if (format == RowFormat::kPlain) return choose(p_.dtype, table.f32, table.bf16, table.f16);
+    return format == RowFormat::kInt8 ? table.int8 : table.fp8;
   }
 
   void fold(float* total, const float* part) const {
@@ -181,8 +196,7 @@ class Attention {
   }
 
   const AttendParams& p_;
-  const int64_t kv_heads_, row_bytes_, block_, stride_;
-  void (*const kernel_)(const RowsBlock&);
+  const int64_t kv_heads_, row_bytes_, block_, stored_bytes_, stride_;
   std::vector<float> query_;  // [B, K, G, D], times scale and log2 e
   std::vector<float> total_;  // [B, K] partial results
   std::vector<float> parts_;  // [tasks] partial results

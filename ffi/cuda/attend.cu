@@ -11,6 +11,7 @@
 #include "cuda/attend/merge.cuh"
 #include "cuda/attend/mma.cuh"
 #include "cuda/attend/plan.cuh"
+#include "cuda/attend/quantized.cuh"
 #include "cuda/attend/rows.cuh"
 #include "cuda/attend/source.cuh"
 #include "cuda/check.h"
@@ -40,7 +41,7 @@ struct Layout {
   }
 };
 
-// kWarps warps attend; one more appends.
+// kWarps warps attend; one more appends. kQuantized: selected rows are.
 //
 // The grid may be there before the kernels in front of it are over, and does what it can do by then: it makes its plan,
 // and reads selected rows if they are all there. Whoever produces the operands may still be at it, so the last warp looks
@@ -50,7 +51,7 @@ struct Layout {
 // posted by kernels in front of this one, and none has been when the number of the last request is the same before and
 // after. Nothing tells as much of resident and tail rows, which kernels of anybody may have written, nor of queries:
 // those are read after the wait.
-template <class Tile>
+template <class Tile, bool kQuantized>
 __global__ void __launch_bounds__((Tile::kWarps + 1) * 32, 1) read_rows(const __grid_constant__ AttendArgs a) {
   using T = typename Tile::Element;
   constexpr int W = Tile::kWarps, D = Tile::kDim, kReaders = 1, kPlanned = 2, kChecked = 3;  // kinds of barriers
@@ -93,7 +94,7 @@ __global__ void __launch_bounds__((Tile::kWarps + 1) * 32, 1) read_rows(const __
 
   const uint32_t stages = shared_address(shared) + warp * Tile::kStages * Layout<Tile>::kStage;
   int* const filled = reinterpret_cast<int*>(shared + layout.filled) + warp * Tile::kStages;
-  RowReader<Tile> reader(a, plan, source, warp, lane, stages, filled);
+  RowReader<Tile, kQuantized> reader(a, plan, source, warp, lane, stages, filled);
   Tile tile(a.group, a.scale_log2, lane,
             reinterpret_cast<float*>(shared + layout.scratch + warp * Tile::kScratchBytes));
   bool settled = false;
@@ -137,7 +138,7 @@ __global__ void __launch_bounds__((Tile::kWarps + 1) * 32, 1) read_rows(const __
       const Share share = shares[line];
       const int* const starts = plan.before(line);
       const int end = share.begin + share.count;
-      int next = share.begin + RowReader<Tile>::first_unit(line, warp);
+      int next = share.begin + RowReader<Tile, kQuantized>::first_unit(line, warp);
 #pragma unroll 1
       for (int head = share.head; share.count > 0 && head < a.heads(line) && starts[head] < end; ++head) {
         if (starts[head] == starts[head + 1]) continue;
@@ -147,6 +148,11 @@ __global__ void __launch_bounds__((Tile::kWarps + 1) * 32, 1) read_rows(const __
         for (; next < last; next += W) {
           wait_copies<Tile::kStages - 1>();
           __syncwarp();
+          if constexpr (kQuantized) {
+            if (reader.quantized(slot))
+              QuantizedUnit<Tile>::widen_rows(
+                  shared + (warp * Tile::kStages + slot) * Layout<Tile>::kStage, a.format, lane);
+          }
           tile.add(reader.stage(slot), reader.rows(slot));
           __syncwarp();
           reader.issue(slot);
@@ -200,13 +206,15 @@ template <class Tile>
 cudaError_t launch(const AttendArgs& args, cudaStream_t stream) {
   const int heads = args.batch * (args.offloaded + args.resident);
   const size_t bytes = Layout<Tile>(args.group, heads).total;
-  CLO_CUDA_RETURN(cudaFuncSetAttribute(read_rows<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+  void (*const read)(AttendArgs) =
+      args.format == RowFormat::kPlain ? read_rows<Tile, false> : read_rows<Tile, true>;
+  CLO_CUDA_RETURN(cudaFuncSetAttribute(read, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        static_cast<int>(bytes)));
   // Merging blocks come to the multiprocessors beside those that read, if these leave them some shared memory.
-  for (const auto kernel : {read_rows<Tile>, merge_fragments<Tile>})
+  for (const auto kernel : {read, merge_fragments<Tile>})
     CLO_CUDA_RETURN(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                          cudaSharedmemCarveoutMaxShared));
-  CLO_CUDA_RETURN(launch_early(read_rows<Tile>, args.blocks, (Tile::kWarps + 1) * 32, bytes, args, stream));
+  CLO_CUDA_RETURN(launch_early(read, args.blocks, (Tile::kWarps + 1) * 32, bytes, args, stream));
   return launch_early(merge_fragments<Tile>, heads * args.group, kMergeThreads, 0, args, stream);
 }
 
@@ -249,6 +257,7 @@ cudaError_t attend(const AttendParams& p, const EngineRef& engine, void* workspa
   a.tail_rows = static_cast<int>(p.tail_rows);
   a.sink = static_cast<int>(p.sink);
   a.num_slots = static_cast<int>(p.view.num_slots);
+  a.format = p.view.format;
   a.scale_log2 = p.scale * kLog2E;
   a.query = p.query;
   a.key = p.key;

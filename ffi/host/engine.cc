@@ -31,6 +31,8 @@ EngineConfig checked(EngineConfig c) {
   require(c.max_tokens > 0 && c.max_tokens <= INT32_MAX, "max_tokens", c.max_tokens, "a positive 32-bit integer");
   require(c.num_slots > 0 && c.num_slots <= INT32_MAX, "num_slots", c.num_slots, "a positive 32-bit integer");
   require(c.head_dim > 0, "head_dim", c.head_dim, "a positive integer");
+  if (c.format != RowFormat::kPlain)
+    require(c.head_dim % 8 == 0, "head_dim", c.head_dim, "a multiple of 8 for quantized rows");
   require(c.threads > 0 && c.threads <= 1024, "threads", c.threads, "an integer in [1, 1024]");
   if (!(c.timeout_s > 0 && c.timeout_s <= 1e6)) throw std::invalid_argument("timeout_s: wanted a number in (0, 1e6]");
   return c;

@@ -22,7 +22,8 @@ struct EngineConfig {
   int64_t max_tokens = 0;   // S
   int64_t num_slots = 0;    // C
   int64_t head_dim = 0;     // D
-  DType dtype = DType::kF32;
+  DType dtype = DType::kF32;                // of activations
+  RowFormat format = RowFormat::kPlain;     // of rows; quantized ones want D to be a multiple of 8
   int64_t threads = 1;      // that move rows
   double timeout_s = 30.0;  // bound of every wait
   bool offload = true;      // false: rows stay put and attention reads them through the slot table; no threads

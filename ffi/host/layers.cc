@@ -13,7 +13,7 @@ struct Sizes {
       : heads(c.batch * kv_heads),
         slots(product(heads, c.num_slots)),
         rows(product(heads, c.max_tokens)),
-        row(2 * c.head_dim * dtype_bytes(c.dtype)),
+        row(row_bytes(c.head_dim, c.dtype, c.format)),
         selected(c.offload ? slots : 0) {}
 
   static int64_t product(int64_t a, int64_t b) {
@@ -71,6 +71,7 @@ Layers::Layers(const EngineConfig& c, WindowSource* windows) : offload_(c.offloa
     v.num_slots = c.num_slots;
     v.head_dim = c.head_dim;
     v.dtype = c.dtype;
+    v.format = c.format;
     if (kv_heads > 0) {
       const Sizes n(c, kv_heads);
       const int64_t rows = Arena::padded(n.selected, n.row);

@@ -8,7 +8,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <string>
@@ -153,11 +152,18 @@ clo::DType element_type(const std::string& name) {
   throw std::invalid_argument("dtype: got \"" + name + "\", wanted float32, bfloat16 or float16");
 }
 
+clo::RowFormat row_format(const std::string& name) {
+  if (name == "auto") return clo::RowFormat::kPlain;
+  if (name == "int8") return clo::RowFormat::kInt8;
+  if (name == "fp8") return clo::RowFormat::kFp8;
+  throw std::invalid_argument("kv_dtype: got \"" + name + "\", wanted auto, int8 or fp8");
+}
+
 // An engine and its handle. Arrays that Python holds share the engine, so its memory outlives close() while they live.
 class Handle {
  public:
   Handle(std::vector<int64_t> kv_heads, int64_t batch, int64_t max_tokens, int64_t num_slots, int64_t head_dim,
-         const std::string& dtype, std::string backend, int64_t device, int64_t threads, bool offload, double timeout_s,
+         const std::string& dtype, const std::string& kv_dtype, std::string backend, int64_t device, int64_t threads, bool offload, double timeout_s,
          std::optional<nb::callable> progress) {
     clo::EngineConfig c;
     c.kv_heads = std::move(kv_heads);
@@ -166,6 +172,7 @@ class Handle {
     c.num_slots = num_slots;
     c.head_dim = head_dim;
     c.dtype = element_type(dtype);
+    c.format = row_format(kv_dtype);
     c.backend = std::move(backend);
     c.device = device;
     c.threads = threads;
@@ -195,7 +202,7 @@ class Handle {
 
   // A writable array over arena memory, or None where the layer has none. Where the host does not reach the arena:
   // a copy.
-  nb::object array(void* data, std::initializer_list<int64_t> dims, nb::dlpack::dtype type,
+  nb::object array(void* data, const std::vector<int64_t>& dims, nb::dlpack::dtype type,
                    bool on_host = false) const {
     if (data == nullptr) return nb::none();
     std::vector<size_t> shape(dims.begin(), dims.end());
@@ -219,20 +226,26 @@ class Handle {
   int64_t number_ = 0;
 };
 
-// The arrays of one layer by name; rows of 16-bit elements are uint16 here, and Python reinterprets them.
-// The layer's arrays of these names, or all: those in device memory are copied.
+// The layer's arrays of these names, or all: those in device memory are copied. Rows of 16-bit elements are uint16 here,
+// and Python reinterprets them; quantized rows are bytes.
 nb::dict layer_arrays(const Handle& h, int64_t layer, const std::vector<std::string>& names) {
   const clo::LayerView v = h.engine().layer(layer);
-  const auto rows = v.dtype == clo::DType::kF32 ? nb::dtype<float>() : nb::dtype<uint16_t>();
+  const bool quantized = v.format != clo::RowFormat::kPlain;
+  const auto rows = quantized ? nb::dtype<uint8_t>()
+                              : v.dtype == clo::DType::kF32 ? nb::dtype<float>() : nb::dtype<uint16_t>();
   const int64_t B = v.batch, Ko = v.kv_heads, S = v.max_tokens, C = v.num_slots, D = v.head_dim;
   nb::dict a;
-  const auto give = [&](const char* name, auto* data, std::initializer_list<int64_t> shape, nb::dlpack::dtype type,
+  const auto give = [&](const char* name, auto* data, const std::vector<int64_t>& shape, nb::dlpack::dtype type,
                         bool on_host = false) {
     if (names.empty() || std::find(names.begin(), names.end(), name) != names.end())
       a[name] = h.array(data, shape, type, on_host);
   };
-  give("host_rows", v.host_rows, {B, Ko, S, 2, D}, rows, h.engine().config().offload);
-  give("selected_rows", v.selected_rows, {B, Ko, C, 2, D}, rows);
+  const auto give_rows = [&](const char* name, void* data, int64_t count, bool on_host) {
+    if (quantized) give(name, data, {B, Ko, count, clo::row_bytes(v)}, rows, on_host);
+    else give(name, data, {B, Ko, count, 2, D}, rows, on_host);
+  };
+  give_rows("host_rows", v.host_rows, S, h.engine().config().offload);
+  give_rows("selected_rows", v.selected_rows, C, false);
   give("slot_tokens", v.slot_tokens, {B, Ko, C}, nb::dtype<int32_t>());
   give("slot_last", v.slot_last, {B, Ko, C}, nb::dtype<uint16_t>());
   give("slot_counts", v.slot_counts, {B, Ko}, nb::dtype<int32_t>());
@@ -281,10 +294,11 @@ nb::dict counters(const Handle& h) {
 void bind_engine(nb::module_& m) {
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;  // for whatever may block or take long
   nb::class_<Handle>(m, "Engine")
-      .def(nb::init<std::vector<int64_t>, int64_t, int64_t, int64_t, int64_t, const std::string&, std::string, int64_t,
-                    int64_t, bool, double, std::optional<nb::callable>>(),
+      .def(nb::init<std::vector<int64_t>, int64_t, int64_t, int64_t, int64_t, const std::string&, const std::string&,
+                    std::string, int64_t, int64_t, bool, double, std::optional<nb::callable>>(),
            Unlocked(), nb::kw_only(), nb::arg("kv_heads"), nb::arg("batch"), nb::arg("max_tokens"),
-           nb::arg("num_slots"), nb::arg("head_dim"), nb::arg("dtype"), nb::arg("backend"), nb::arg("device"),
+           nb::arg("num_slots"), nb::arg("head_dim"), nb::arg("dtype"), nb::arg("kv_dtype") = "auto",
+           nb::arg("backend"), nb::arg("device"),
            nb::arg("threads"), nb::arg("offload"), nb::arg("timeout_s"), nb::arg("progress").none())
       .def_prop_ro("handle", &Handle::number)
       .def_prop_ro("backend", [](const Handle& h) { return h.engine().config().backend; })

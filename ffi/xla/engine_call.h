@@ -31,7 +31,7 @@ inline ffi::Error find_open_engine(const std::string& op, int64_t handle, std::s
 // What an operand set or a layer is about, for comparison in words.
 inline std::string geometry(int64_t batch, int64_t kv_heads, int64_t head_dim, DType dtype) {
   return "[batch " + std::to_string(batch) + ", KV heads " + std::to_string(kv_heads) + ", head dim " +
-         std::to_string(head_dim) + ", " + (dtype == DType::kF32 ? "float32" : "bfloat16") + "]";
+         std::to_string(head_dim) + ", " + choose(dtype, "float32", "bfloat16", "float16") + "]";
 }
 
 // Finds engine and layer, and checks the layer's arenas against the shapes of the call: `kv_heads` rows of `head_dim`

@@ -106,6 +106,8 @@ ffi::Error use_view(const LayerView& view, ffi::Buffer<ffi::U32> codes, ffi::Buf
   s.max_tokens = view.max_tokens;
   s.rows = view.host_rows;
   p->view = view;
+  if (s.retriever == Retriever::kExact && view.format != RowFormat::kPlain)
+    return invalid("prefetch", "retriever exact reads whole keys, and the engine's rows are quantized");
   if (s.retriever != Retriever::kExact &&
       (!has_shape(codes, {s.batch, s.kv_heads, s.max_tokens, s.bits / 32}) ||
        !has_shape(factors, {s.batch, s.kv_heads, s.max_tokens})))

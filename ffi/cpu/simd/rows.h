@@ -7,7 +7,7 @@ namespace clo {
 
 constexpr int64_t kRowsBlock = 64;  // most rows of one call
 
-// D head dim, G query heads. A row is 2·D elements: the key, then the value.
+// D head dim, G query heads. A row is 2·D elements: the key, then the value; or quantized (clo/row_format.h).
 struct RowsBlock {
   const float* query;       // [G, D], times the attention's scale and log2 e
   int64_t group, head_dim;  // G, D
@@ -19,6 +19,7 @@ struct RowsBlock {
   float* max;  // [G]
   float* sum;  // [G]
   float* acc;  // [G, D]
+  float* scratch = nullptr;  // [count, 2, D]; for quantized rows
 };
 
 // Each row comes from memory once for all G heads: keys and values of a block stay in L1 between the two passes.
@@ -27,6 +28,8 @@ struct RowsTable {
   void (*f32)(const RowsBlock& block);
   void (*bf16)(const RowsBlock& block);
   void (*f16)(const RowsBlock& block);
+  void (*int8)(const RowsBlock& block);
+  void (*fp8)(const RowsBlock& block);
 };
 
 const RowsTable* rows_table_generic();

@@ -1,6 +1,7 @@
 // Compiled once per instruction set (CLO_ISA). Vectors are the compiler's own (GCC and Clang), as wide as the set.
 #include "cpu/simd/rows.h"
 
+#include "clo/row_format.h"
 #include "cpu/simd/vector.h"
 
 // Loops over constants must unroll completely, or the vectors they index live on the stack.
@@ -198,7 +199,35 @@ void attend_rows(const RowsBlock& b) {
   if (g < b.group) heads<T, 1>(b, rows, g);
 }
 
-constexpr RowsTable kTable = {attend_rows<float>, attend_rows<BF16>, attend_rows<F16>};
+// Quantized rows become floats in the scratch first: that is done once for all query heads.
+template <typename Code>
+void attend_quantized(const RowsBlock& b) {
+  const int64_t D = b.head_dim, width = D / kScaleGroups;
+  const void* rows[kRowsBlock];
+  for (int64_t r = 0; r < b.count; ++r) {
+    if (r < b.next_count)
+      for (int64_t i = 0; i < 2 * D + kScaleBytes; i += 64)
+        __builtin_prefetch(static_cast<const char*>(b.next[r]) + i, 0, 3);
+    const auto* codes = static_cast<const Code*>(b.rows[r]);
+    float* out = b.scratch + r * 2 * D;
+    rows[r] = out;
+    for (int64_t g = 0; g < 2 * kScaleGroups; ++g) {
+      BF16 scale;
+      __builtin_memcpy(&scale, codes + 2 * D + 2 * g, sizeof scale);
+      const float x = element(&scale);
+      int64_t i = g * width;
+      for (; i + kLanes <= (g + 1) * width; i += kLanes) store(out + i, load(codes + i) * x);
+      for (; i < (g + 1) * width; ++i) out[i] = element(codes + i) * x;
+    }
+  }
+  RowsBlock plain = b;
+  plain.rows = rows;
+  plain.next_count = 0;
+  attend_rows<float>(plain);
+}
+
+constexpr RowsTable kTable = {attend_rows<float>, attend_rows<BF16>, attend_rows<F16>, attend_quantized<Int8>,
+                              attend_quantized<Fp8>};
 
 }  // namespace
 

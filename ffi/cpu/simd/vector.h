@@ -72,6 +72,33 @@ CLO_INLINE Vec load(const F16* p) {
 #endif
 }
 
+// Elements of one byte, as in clo/row_format.h.
+struct Int8 {
+  int8_t value;
+};
+struct Fp8 {
+  uint8_t bits;
+};
+
+typedef uint8_t ByteVec __attribute__((vector_size(kLanes)));
+typedef int8_t SignedByteVec __attribute__((vector_size(kLanes)));
+
+CLO_INLINE Vec load(const Int8* p) {
+  SignedByteVec bytes;
+  std::memcpy(&bytes, p, sizeof bytes);
+  return __builtin_convertvector(__builtin_convertvector(bytes, IntVec), Vec);
+}
+
+// e4m3: the exponent's bias is 7. Subnormals from their integers, because the mode that flushes denormals would lose them.
+CLO_INLINE Vec load(const Fp8* p) {
+  ByteVec bytes;
+  std::memcpy(&bytes, p, sizeof bytes);
+  const BitVec bits = __builtin_convertvector(bytes, BitVec), magnitude = bits & 0x7fu;
+  const Vec subnormal = __builtin_convertvector((IntVec)magnitude, Vec) * 0.001953125f;
+  const BitVec normal = (magnitude << 20) + (120u << 23);
+  return (Vec)((magnitude < 8u ? (BitVec)subnormal : normal) | (bits & 0x80u) << 24);
+}
+
 CLO_INLINE Vec splat(float x) { return Vec{} + x; }
 
 // Bit i is set iff lane i is greater than 0 (NaN is not).
@@ -137,6 +164,12 @@ CLO_INLINE float half_to_float(uint16_t half) {
 CLO_INLINE float element(const float* p) { return *p; }
 CLO_INLINE float element(const BF16* p) { return bits_to_float(static_cast<uint32_t>(p->bits) << 16); }
 CLO_INLINE float element(const F16* p) { return half_to_float(p->bits); }
+CLO_INLINE float element(const Int8* p) { return static_cast<float>(p->value); }
+CLO_INLINE float element(const Fp8* p) {
+  const uint32_t magnitude = p->bits & 0x7fu, sign = static_cast<uint32_t>(p->bits & 0x80u) << 24;
+  const float subnormal = static_cast<float>(magnitude) * 0.001953125f;
+  return bits_to_float((magnitude < 8 ? float_to_bits(subnormal) : (magnitude << 20) + (120u << 23)) | sign);
+}
 
 }  // namespace
 }  // namespace clo

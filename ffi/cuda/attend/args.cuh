@@ -12,6 +12,7 @@ constexpr int kMaxBlocks = 256;
 struct AttendArgs {
   int batch, offloaded, resident, group, words;  // words = R / 32
   int max_tokens, tail_rows, sink, num_slots;
+  RowFormat format;  // of selected rows
   float scale_log2;
   const void* query;
   const void* key;

@@ -38,14 +38,6 @@ __device__ Partial merged(const Partial (&parts)[N]) {
   return total;
 }
 
-__device__ inline void store(float* out, float4 x) { *reinterpret_cast<float4*>(out) = x; }
-__device__ inline void store(__nv_bfloat16* out, float4 x) {
-  *reinterpret_cast<uint2*>(out) = make_uint2(pack(out, x.x, x.y), pack(out, x.z, x.w));
-}
-__device__ inline void store(__half* out, float4 x) {
-  *reinterpret_cast<uint2*>(out) = make_uint2(pack(out, x.x, x.y), pack(out, x.z, x.w));
-}
-
 template <typename T, int D>
 __device__ float squared_distance(const AttendArgs& a, int b, int h, int lane) {
   const T* key = static_cast<const T*>(a.key) + (static_cast<size_t>(b) * a.kv_heads() + h) * D;

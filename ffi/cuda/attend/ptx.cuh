@@ -101,6 +101,15 @@ __device__ __forceinline__ void store_relaxed(float2* p, float2 v) {
   asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1,%2};" ::"l"(p), "f"(v.x), "f"(v.y) : "memory");
 }
 
+// Four elements, to any memory.
+__device__ inline void store(float* out, float4 x) { *reinterpret_cast<float4*>(out) = x; }
+__device__ inline void store(__nv_bfloat16* out, float4 x) {
+  *reinterpret_cast<uint2*>(out) = make_uint2(pack(out, x.x, x.y), pack(out, x.z, x.w));
+}
+__device__ inline void store(__half* out, float4 x) {
+  *reinterpret_cast<uint2*>(out) = make_uint2(pack(out, x.x, x.y), pack(out, x.z, x.w));
+}
+
 __device__ __forceinline__ float power_of_two(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -5,18 +5,20 @@
 
 #include "cuda/attend/plan.cuh"
 #include "cuda/attend/ptx.cuh"
+#include "cuda/attend/quantized.cuh"
 #include "cuda/attend/source.cuh"
 #include "cuda/flags.cuh"
 
 namespace clo::cuda {
 
 // Tile: what is computed on a unit; gives kRowBytes, kUnitRows, kStages, kWarps, and how rows lie in a
-// stage: kStride bytes apart, chunks of 16 bytes moved by swizzle(row).
-template <class Tile>
+// stage: kStride bytes apart, chunks of 16 bytes moved by swizzle(row). kQuantized: selected rows are.
+template <class Tile, bool kQuantized>
 class RowReader {
   static constexpr int kRowBytes = Tile::kRowBytes, kHalf = kRowBytes / 2, kUnitRows = Tile::kUnitRows;
   static constexpr int kChunks = kRowBytes / 16, kCopies = kUnitRows * kChunks / 32;
   static_assert(kUnitRows * kChunks % 32 == 0, "every lane copies as many chunks");
+  static constexpr int kStored = kQuantized ? QuantizedUnit<Tile>::kRowBytes : kRowBytes;  // bytes of a selected row
 
  public:
   static constexpr int kStageBytes = kUnitRows * Tile::kStride;
@@ -39,7 +41,8 @@ class RowReader {
   __device__ static int first_unit(int line, int warp) { return line == 0 ? warp : Tile::kWarps - 1 - warp; }
 
   __device__ uint32_t stage(int slot) const { return stages_ + slot * kStageBytes; }
-  __device__ int rows(int slot) const { return filled_[slot]; }  // of the unit in that stage
+  __device__ int rows(int slot) const { return filled_[slot] & kUnitCount; }  // of the unit in that stage
+  __device__ bool quantized(int slot) const { return kQuantized && filled_[slot] > kUnitCount; }
 
   // Whether the next unit is of selected rows.
   __device__ bool selected_is_next() {
@@ -62,8 +65,10 @@ class RowReader {
         wait_once();
         n = find_selected((i - dense) * kUnitRows, rows.selected, &mine);
       }
-      if (lane_ == 0) filled_[slot] = min(n, kUnitRows);
-      if (n == kWhole) copy_block(slot, mine.address);
+      const bool narrow = kQuantized && line_ == 1 && i >= dense;
+      if (lane_ == 0) filled_[slot] = min(n, kUnitRows) + (narrow ? kUnitCount + 1 : 0);
+      if (narrow) copy_quantized(slot, n, mine.address);
+      else if (n == kWhole) copy_block(slot, mine.address);
       else copy_rows(slot, n, mine);
       unit_ += Tile::kWarps;
     }
@@ -71,6 +76,7 @@ class RowReader {
   }
 
  private:
+  static constexpr int kUnitCount = 31;         // bits of a stage's number of rows; the next one: they are quantized
   static constexpr int kWhole = kUnitRows + 1;  // all rows of the unit, one after the other from the address found
 
   // A row, unless it is the new token's: that one is read from where it comes from, for it is being written meanwhile.
@@ -130,14 +136,14 @@ class RowReader {
   __device__ int find_selected(int first, int count, Row* mine) const {
     const int n = min(count - first, kUnitRows), row = min(lane_, n - 1);
     if (source_.selected_rows != nullptr) {
-      const char* base = source_.selected_rows + (static_cast<size_t>(head_) * a_.num_slots + first) * kRowBytes;
-      if (n == kUnitRows) return whole(base, mine);
-      *mine = {base + row * kRowBytes, false};
+      const char* base = source_.selected_rows + (static_cast<size_t>(head_) * a_.num_slots + first) * kStored;
+      if (!kQuantized && n == kUnitRows) return whole(base, mine);
+      *mine = {base + row * kStored, false};
       return n;
     }
     const int token = source_.view->slot_tokens[static_cast<size_t>(head_) * a_.num_slots + first + row];
     *mine = {static_cast<const char*>(source_.view->host_rows) +
-                 (static_cast<size_t>(head_) * a_.max_tokens + token) * kRowBytes,
+                 (static_cast<size_t>(head_) * a_.max_tokens + token) * kStored,
              false};
     return n;
   }
@@ -194,6 +200,19 @@ class RowReader {
         from = column < kHalf ? static_cast<const char*>(a_.key) + new_offset + column
                               : static_cast<const char*>(a_.value) + new_offset + column - kHalf;
       copy_async(to + row * Tile::kStride + (column ^ Tile::swizzle(row) << 4), from, row < n ? 16 : 0, policy_);
+    }
+  }
+
+  // n quantized rows, found by this lane's one, to the end of the stage; the rest of the unit becomes zero.
+  __device__ void copy_quantized(int slot, int n, const char* mine) {
+    constexpr int kRowChunks = kStored / 16, kAll = kUnitRows * kRowChunks;
+    const unsigned long long address = reinterpret_cast<unsigned long long>(mine);
+    const uint32_t to = stage(slot) + QuantizedUnit<Tile>::kBegin;
+#pragma unroll 2
+    for (int i = 0; i < (kAll + 31) / 32; ++i) {
+      const int chunk = i * 32 + lane_, row = min(chunk / kRowChunks, kUnitRows - 1);
+      const char* from = reinterpret_cast<const char*>(__shfl_sync(~0u, address, row)) + (chunk - row * kRowChunks) * 16;
+      if (chunk < kAll) copy_async(to + chunk * 16, from, row < n ? 16 : 0, policy_);
     }
   }
 

@@ -2,12 +2,13 @@
 // slot table. Plain data with fixed addresses for the engine's life; no XLA, CUDA or Python.
 //
 // Letters: B sequences, Ko offloaded KV heads of the layer, S context capacity, C slots of a head, D head dim.
-// A row is the key then the value of one token and head: 2·D elements, contiguous.
+// A row is the key then the value of one token and head, contiguous: 2·D elements, or quantized (row_format.h).
 #pragma once
 
 #include <cstdint>
 
 #include "clo/dtype.h"
+#include "clo/row_format.h"
 
 namespace clo {
 
@@ -24,9 +25,10 @@ struct LayerView {
   int64_t max_tokens;      // S
   int64_t num_slots;       // C
   int64_t head_dim;        // D
-  DType dtype;
-  void* host_rows;         // [B, Ko, S, 2, D]  every flushed token, position = token
-  void* selected_rows;     // [B, Ko, C, 2, D]  written by transfers; null when nothing moves (kv_offload off):
+  DType dtype;             // of activations
+  RowFormat format;        // of the rows below
+  void* host_rows;         // [B, Ko, S] rows  every flushed token, position = token
+  void* selected_rows;     // [B, Ko, C] rows  written by transfers; null when nothing moves (kv_offload off):
                            //                   attention then reads slot j from host_rows[slot_tokens[j]]
   int32_t* slot_tokens;    // [B, Ko, C]  token in each slot, -1 when empty; filled slots are a prefix
   uint16_t* slot_last;     // [B, Ko, C]  refresh number (mod 2^16) that last selected the slot's token
@@ -35,7 +37,12 @@ struct LayerView {
   Request request;
 };
 
-constexpr int64_t row_bytes(const LayerView& v) { return 2 * v.head_dim * dtype_bytes(v.dtype); }
+constexpr int64_t row_bytes(int64_t head_dim, DType dtype, RowFormat format) {
+  return 2 * head_dim * (format == RowFormat::kPlain ? dtype_bytes(dtype) : 1) +
+         (format == RowFormat::kPlain ? 0 : kScaleBytes);
+}
+
+constexpr int64_t row_bytes(const LayerView& v) { return row_bytes(v.head_dim, v.dtype, v.format); }
 
 // Index of token p's row in a buffer of n rows whose first `sink` rows are pinned to the first tokens and whose rest is
 // a ring. A buffer that holds the whole context (p < n) degenerates to index p.
