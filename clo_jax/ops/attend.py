@@ -32,9 +32,9 @@ def reference(
     sink,
     scale,
 ):
-    """Plain JAX form of `attend`, in float32. The engine's part is explicit: `selected_rows` [B, Ko, C, 2, D] and
-    `slot_counts` [B, Ko] int32, of which a head's first slot_counts rows are attended. Returns the results of `attend`
-    but the token."""
+    """Plain JAX form of `attend`, in float32. The engine's part is explicit: `selected_rows` [B, Ko, C, 2, D] (of
+    quantized ones what `quantized_rows.dequantize` gives) and `slot_counts` [B, Ko] int32, of which a head's first
+    slot_counts rows are attended. Returns the results of `attend` but the token."""
     B, H, D = query.shape
     Ko, Kr, K = tail.shape[1], resident.shape[1], key.shape[1]
     G, T, R = H // K, tail.shape[2], weights.shape[2]
@@ -65,7 +65,8 @@ def reference(
         wanted = (token <= new) & jnp.where(row < sink, True, token >= jnp.maximum(sink, flushed[:, None]))
         slots = jnp.arange(selected_rows.shape[2])[None, None, :] < slot_counts[:, :, None]
         valid = jnp.concatenate([slots, jnp.broadcast_to(wanted[:, None, :], (B, Ko, T))], axis=2)
-        softmax(q[:, :Ko], jnp.concatenate([selected_rows, tail], axis=2), valid)
+        rows_read = jnp.concatenate([selected_rows.astype(jnp.float32), tail.astype(jnp.float32)], axis=2)
+        softmax(q[:, :Ko], rows_read, valid)
     if Kr:
         resident = _write(resident, position, rows[:, Ko:])
         valid = jnp.arange(resident.shape[2])[None, :] <= position[:, None]

@@ -22,7 +22,8 @@ def offload(rows, begin, end, layer, token, *, engine, sink):
 
     Args:
       rows: [B, Ko, N, 2, D] float32, bfloat16 or float16, the engine's dtype; K then V of each token. Token p is at row
-        p if p < sink, else at sink + (p - sink) % (N - sink): a tail, or a prefilled layer with N at least `end`.
+        p if p < sink, else at sink + (p - sink) % (N - sink): a tail, or a prefilled layer with N at least `end`. An
+        engine whose rows are quantized gets the bytes of `quantized_rows.quantize`.
       begin, end: [B] int32; tokens of each sequence, at most N of them. begin == end writes nothing.
       layer: [1] int32; index of the layer in the engine.
       token: [1] uint32; orders calls with engine effects. A call whose token goes nowhere is never made.

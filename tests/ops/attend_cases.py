@@ -8,10 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from clo_jax.ops import attend as op
+from clo_jax.ops import quantized_rows
 from clo_jax.ops.offload import offload
 from clo_jax.transfer.engine import Engine
 from tests.compare import on_cpu
 
+_quantize = on_cpu(jax.jit(quantized_rows.quantize, static_argnames="kv_dtype"))
+_dequantize = on_cpu(jax.jit(quantized_rows.dequantize, static_argnames="kv_dtype"))
 _reference = on_cpu(jax.jit(op.reference, static_argnames=("sink", "scale")))
 POISON = 1e4  # of rows that nobody may read: finite, since the reference multiplies them by 0
 
@@ -30,17 +33,26 @@ class Case:
     num_slots: int
     sink: int
     scale: float
+    kv_dtype: str
+
+    def stored(self, rows):
+        """[..., 2, D]: what these rows are once the engine has them."""
+        if self.kv_dtype == "auto":
+            return rows
+        stored = _quantize(jnp.asarray(rows), kv_dtype=self.kv_dtype)
+        return np.asarray(_dequantize(stored, kv_dtype=self.kv_dtype))
 
     @property
     def selected_rows(self):
         """[B, Ko, C, 2, D] and counts [B, Ko]: what the engine's buffer holds."""
         B, Ko = self.args["tail"].shape[:2]
-        rows = np.full((B, Ko, self.num_slots, *self.history.shape[3:]), POISON, self.history.dtype)
+        history = self.stored(self.history[:, :Ko])
+        rows = np.full((B, Ko, self.num_slots, *history.shape[3:]), POISON, history.dtype)
         counts = np.zeros((B, Ko), np.int32)
         for b in range(B):
             for h in range(Ko):
                 counts[b, h] = len(self.slots[b][h])
-                rows[b, h, : counts[b, h]] = self.history[b, h, self.slots[b][h]]
+                rows[b, h, : counts[b, h]] = history[b, h, self.slots[b][h]]
         return jnp.asarray(rows), jnp.asarray(counts)
 
     def reference(self):
@@ -59,6 +71,7 @@ class Case:
         query = np.asarray(self.args["query"], np.float64)
         B, H, D = query.shape
         K, Ko = self.history.shape[1], self.args["tail"].shape[1]
+        stored = self.stored(self.history[:, :Ko]).astype(np.float64)
         out, lse = np.empty((B, H, D)), np.empty((B, H))
         for b in range(B):
             position, flushed = int(self.args["position"][b]), int(self.args["flushed"][b])
@@ -66,9 +79,10 @@ class Case:
                 head = h // (H // K)
                 tokens = list(range(position + 1))
                 if head < Ko:
-                    recent = range(max(self.sink, flushed), position + 1)
-                    tokens = [*self.slots[b][head], *tokens[: self.sink], *recent]
+                    tokens = [*tokens[: self.sink], *range(max(self.sink, flushed), position + 1)]
                 rows = self.history[b, head, tokens].astype(np.float64)
+                if head < Ko:
+                    rows = np.concatenate([stored[b, head, self.slots[b][head]], rows])
                 scores = rows[:, 0] @ query[b, h] * self.scale
                 weights = np.exp(scores - scores.max())
                 out[b, h] = weights @ rows[:, 1] / weights.sum()
@@ -105,6 +119,7 @@ def make(
     flushed=48,
     counts=20,
     sharpness=1.0,
+    kv_dtype="auto",
 ):
     """`position`, `flushed` (one for all or one per sequence) and `counts` (one, or [B, Ko]; never more than the
     candidates [sink, flushed)) as in attend. Rows that hold no attended token are poisoned."""
@@ -140,7 +155,7 @@ def make(
         codes=jnp.zeros((B, Ko, S, R // 32), jnp.uint32),
         factors=jnp.zeros((B, Ko, S), jnp.float16),
     )
-    return Case(history, args, slots, C, sink, float(D) ** -0.5)
+    return Case(history, args, slots, C, sink, float(D) ** -0.5, kv_dtype)
 
 
 @contextlib.contextmanager
@@ -153,7 +168,7 @@ def engine_for(case, kv_offload=True, delay_us=0):
         return
     S, D = case.history.shape[2], case.history.shape[4]
     shape = (B, S, case.num_slots, D, case.args["query"].dtype)
-    with Engine([Ko], *shape, kv_offload=kv_offload, timeout_s=10.0) as engine:
+    with Engine([Ko], *shape, kv_offload=kv_offload, timeout_s=10.0, kv_dtype=case.kv_dtype) as engine:
         nothing = jnp.zeros((B,), jnp.int32)
         layer, token = jnp.zeros((1,), jnp.int32), jnp.zeros((1,), jnp.uint32)
         rows = jnp.asarray(case.history[:, :Ko])
@@ -167,7 +182,9 @@ def engine_for(case, kv_offload=True, delay_us=0):
                 tokens[b, h, : counts[b, h]] = case.slots[b][h]
         engine.write(0, slot_counts=counts, slot_tokens=tokens)
         if kv_offload:
-            engine.write(0, selected_rows=np.full(engine.selected_rows(0).shape, POISON))
+            # Quantized rows whose bytes are all ones have scales that are not numbers.
+            poison = POISON if case.kv_dtype == "auto" else 255
+            engine.write(0, selected_rows=np.full(engine.selected_rows(0).shape, poison))
             engine.inject_delay(delay_us, 1)
             slots = np.broadcast_to(np.arange(case.num_slots, dtype=np.int32), (B, Ko, case.num_slots))
             engine.stage(0, counts, tokens, slots)

@@ -10,12 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from clo_jax.config import KV_DTYPES
 from clo_jax.ops import attend as op
 from clo_jax.ops import hash_encode, prefetch
 from tests.cases import DTYPES, GROUPS, HEAD_DIMS, LENGTHS
 from tests.compare import assert_close
 from tests.ops.attend_cases import engine_for, make
 
+ON_CPU = jax.default_backend() == "cpu"
+QUANTIZED = tuple(name for name in KV_DTYPES if name != "auto")
 NAMES = ("out", "lse", "resident", "tail", "codes", "factors")
 
 
@@ -50,6 +53,33 @@ def test_groups_and_head_dims(D, dtype):
         want_out, want_lse = case.definition()
         assert_close(out, want_out, name=f"out, G = {G}")
         assert_close(lse, want_lse, dtype=jnp.float32, name=f"lse, G = {G}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("D", HEAD_DIMS)
+@pytest.mark.parametrize("kv_dtype", QUANTIZED)
+def test_quantized_rows(kv_dtype, D, dtype):
+    for G in (1, 3, 4, 8):
+        case = make(
+            G * 1000 + D, G=G, D=D, dtype=dtype, position=(60, 33), flushed=(48, 30), counts=[[20, 32], [1, 0]],
+            kv_dtype=kv_dtype,
+        )  # fmt: skip
+        out, lse, *_ = run(case)
+        want_out, want_lse = case.definition()
+        assert_close(out, want_out, name=f"out, G = {G}")
+        # A GPU multiplies with elements that are rounded to the activations' dtype.
+        assert_close(lse, want_lse, dtype=jnp.float32 if ON_CPU else dtype, name=f"lse, G = {G}")
+
+
+@pytest.mark.parametrize("kv_dtype", QUANTIZED)
+@pytest.mark.parametrize("kv_offload", (True, False))
+def test_quantized_lengths_around_every_border(kv_offload, kv_dtype):
+    counts = (0, *LENGTHS, 31, 32, 33, 1023, 1024, 1025)
+    case = make(
+        1, B=1, Ko=len(counts), Kr=0, G=2, D=64, S=1200, C=1100, position=1190, flushed=1180, counts=[counts],
+        kv_dtype=kv_dtype,
+    )  # fmt: skip
+    check(case, run(case, kv_offload))
 
 
 def test_reference_returns_the_dtypes_of_the_op():
@@ -117,8 +147,12 @@ def test_no_factors_without_codes():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_offloaded_and_gathered_are_equal_bit_for_bit(dtype):
-    case = make(3, Ko=3, Kr=1, S=2100, C=1300, dtype=dtype, position=(2090, 700), flushed=(2080, 690), counts=1300)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_offloaded_and_gathered_are_equal_bit_for_bit(kv_dtype, dtype):
+    case = make(
+        3, Ko=3, Kr=1, S=2100, C=1300, dtype=dtype, position=(2090, 700), flushed=(2080, 690), counts=1300,
+        kv_dtype=kv_dtype,
+    )  # fmt: skip
     gathered = run(case, kv_offload=False)
     assert_same_bits(run(case), gathered)
     assert_same_bits(run(case, delay_us=3000), gathered)
