@@ -28,6 +28,7 @@ class Metrics:
     refresh: str | None = None
     retain: float | None = None
     guess_from: str | None = None
+    kv_dtype: str | None = None  # of offloaded rows: "auto", "int8" or "fp8"
     sparsity: float | None = None
     hit_rate: float | None = None  # head lookups that moved nothing; None before the first lookup
     rows_moved: int = 0  # host to device, by the engine

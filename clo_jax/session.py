@@ -219,6 +219,7 @@ class Session:
                 refresh=config.refresh,
                 retain=config.retain,
                 guess_from=config.guess_from,
+                kv_dtype=config.kv_dtype,
             )
         return base if self._engine is None else dataclasses.replace(base, **self._moved())
 

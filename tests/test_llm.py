@@ -336,6 +336,15 @@ def test_sixteen_bits(checkpoint, dtype):
     assert half.completion_tokens == 20 and half.metrics.rows_moved > 0
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_rows_of_a_byte(checkpoint, kv_dtype):
+    with LLM.load(checkpoint, clo=dataclasses.replace(CLO, kv_dtype=kv_dtype), max_context=256) as llm:
+        answer = llm.generate(tiny.prompt(100), max_new_tokens=20, ignore_eos=True)[0]
+        about = llm.describe()
+    assert about["kv_dtype"] == answer.metrics.kv_dtype == kv_dtype
+    assert answer.metrics.rows_moved * (2 * tiny.HEAD_DIM + 16) == answer.metrics.bytes_moved > 0
+
+
 @pytest.mark.slow
 def test_two_hundred_rounds_leave_threads_and_memory_flat(checkpoint):
     process, sizes, threads = psutil.Process(), [], []

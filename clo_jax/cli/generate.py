@@ -40,6 +40,8 @@ def summary(prompt_tokens: int | None, tokens: int, reason: str, metrics: Any) -
     parts.append(f"{metrics.attention} attention")
     if metrics.retriever is not None:
         parts.append(f"retriever {metrics.retriever}")
+    if metrics.kv_dtype not in (None, "auto"):
+        parts.append(f"{metrics.kv_dtype} rows")
     if metrics.head_scores is not None:
         parts.append(f"head scores {metrics.head_scores}")
     if metrics.planner not in (None, "none"):

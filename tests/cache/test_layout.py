@@ -79,3 +79,12 @@ def test_bytes():
     assert lay.num_slots == 155 and lay.k_max == 103
     half = dataclasses.replace(lay, dtype="bfloat16")
     assert half.host_bytes() * 2 == lay.host_bytes()
+    byte = layout(batch=2, kv_dtype="int8")
+    assert byte.host_bytes() == 2 * 4 * 1024 * 48  # a byte an element, and sixteen of scales
+    assert byte.device_bytes() == parts | {"selected rows": 2 * 4 * lay.num_slots * 48}
+
+
+def test_a_head_dim_that_cannot_be_quantized_is_refused():
+    model = dataclasses.replace(MODEL, head_dim=12)
+    with pytest.raises(ValueError, match="kv_dtype: got 'int8' with a head dim of 12, wanted auto: .* multiple of 8"):
+        CacheLayout.clo(model, CloConfig(kv_dtype="int8"), 1, 64, "float32")

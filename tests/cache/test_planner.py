@@ -137,6 +137,16 @@ def test_delta_and_retained_rows_move_less():
     assert whole.link_s.sum() > delta.link_s.sum() > kept.link_s.sum()
 
 
+def test_rows_of_a_byte_move_and_take_half():
+    scores = np.ones((32, 8))
+    plain, byte = (
+        llama_plan("none", scores, 0.8, 128 * KIB, "pcie5", CloConfig(kv_dtype=kind)) for kind in ("auto", "fp8")
+    )
+    half = pytest.approx(272 / 512)
+    assert byte.prediction.link_s.sum() / plain.prediction.link_s.sum() == half
+    assert byte.host_bytes / plain.host_bytes == half and byte.device_bytes < plain.device_bytes
+
+
 def test_measured_hit_rates_and_deltas_come_first():
     layout = CacheLayout.clo(LLAMA_8B, CloConfig(), 2, 4096, "bfloat16")
     machine = planner.Machine(1e-3, 1e9, 1e12, 0.0, "here")

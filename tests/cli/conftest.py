@@ -43,6 +43,7 @@ class FakeMetrics:
     head_scores: str | None = "neutral"
     planner: str | None = "none"
     resident_heads: int | None = 8
+    kv_dtype: str | None = "auto"
     hit_rate: float | None = 0.5
     rows_moved: int = 40
     bytes_moved: int = 40 * 512

@@ -55,7 +55,7 @@ def test_defaults(run, llm):
 
 
 def test_every_clo_flag_reaches_the_configuration(run, llm):
-    flags = "--sparsity 0.2 --retriever exact --refresh delta --retain 2 --sim-threshold 1 --importance-power 2"
+    flags = "--sparsity 0.2 --retriever hata --kv-dtype int8 --guess-from input --refresh delta --retain 2 --sim-threshold 1 --importance-power 2"
     flags += " --reuse-margin 0.05 --hash-bits 128 --sink-tokens 8 --recent-tokens 32 --no-kv-offload --backend host"
     flags += " --calibration elsewhere"
     run(
@@ -77,7 +77,9 @@ def test_every_clo_flag_reaches_the_configuration(run, llm):
         "calibration": "elsewhere",
         "clo": CloConfig(
             sparsity=0.2,
-            retriever="exact",
+            retriever="hata",
+            kv_dtype="int8",
+            guess_from="input",
             refresh="delta",
             retain=2.0,
             sim_threshold=1.0,
@@ -117,6 +119,10 @@ def test_presets_and_implied_settings(run, llm, flags, config):
             "--attention exact: got --retain, wanted no CLO flags but --sparsity",
         ),
         (["--sparsity", "0"], "sparsity: got 0.0, wanted a number in (0, 1]"),
+        (
+            ["--kv-dtype", "fp8", "--retriever", "exact"],
+            "kv_dtype: got 'fp8', wanted auto with retriever exact, which reads whole keys",
+        ),
         (["--refresh", "whole", "--retain", "2"], "retain: got 2.0, wanted 1 when refresh is whole"),
         (
             ["--temperature", "0.7", "--top-k", "5"],

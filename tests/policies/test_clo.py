@@ -57,6 +57,20 @@ def test_full_sparsity_gives_the_logits_of_full_attention(config, retriever):
         np.testing.assert_allclose(logits(config, weights, policy, engine), want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kv_dtype, most", [("int8", 0.02), ("fp8", 0.08)])
+@pytest.mark.parametrize("config", [tiny.LLAMA, tiny.QWEN], ids=["llama", "qwen2"])
+def test_quantized_rows_at_full_sparsity_are_near_full_attention(config, kv_dtype, most):
+    """Relative error of the logits; int8 has a quarter of the error of fp8."""
+    weights, clo = tiny.params(config), dataclasses.replace(SMALL, sparsity=1.0, kv_dtype=kv_dtype)
+    want = logits(config, weights, tiny.full_policy(config, 1, 512), None)
+    with tiny.clo_policy(config, clo, 1, 512) as (policy, engine):
+        got = logits(config, weights, policy, engine)
+        assert engine.counters().bytes_moved == engine.counters().rows_moved * (2 * tiny.HEAD_DIM + 16) > 0
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-4, atol=1e-4)  # of prefill, which reads no stored row
+    error = np.linalg.norm(got[1:] - want[1:], axis=-1) / np.linalg.norm(want[1:], axis=-1)
+    assert 0 < error.min() and error.max() < most
+
+
 @pytest.mark.parametrize("retriever", RETRIEVERS)
 def test_delta_without_retained_rows_gives_the_logits_of_whole_refresh(llama, retriever):
     found = []
@@ -90,6 +104,8 @@ def test_contexts_within_the_tail_equal_full_attention(llama, length):
         {"retriever": "exact"},
         {"resident_heads": ((1, (0,)), (2, (1,)))},
         {"refresh_on_flush": False},
+        {"kv_dtype": "int8"},
+        {"kv_dtype": "fp8"},
     ],
     ids=lambda c: "-".join(f"{k}={v}" for k, v in c.items()) or "default",
 )
