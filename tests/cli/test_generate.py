@@ -55,7 +55,8 @@ def test_defaults(run, llm):
 
 
 def test_every_clo_flag_reaches_the_configuration(run, llm):
-    flags = "--sparsity 0.2 --retriever hata --kv-dtype int8 --guess-from input --refresh delta --retain 2 --sim-threshold 1 --importance-power 2"
+    flags = "--sparsity 0.2 --retriever hata --kv-dtype int8 --guess-from input --refresh delta --retain 2"
+    flags += " --sim-threshold 1 --importance-power 2"
     flags += " --reuse-margin 0.05 --hash-bits 128 --sink-tokens 8 --recent-tokens 32 --no-kv-offload --backend host"
     flags += " --calibration elsewhere"
     run(
