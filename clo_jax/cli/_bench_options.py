@@ -1,7 +1,7 @@
 """Options that the commands of `clo-jax bench` share, and how they become what is measured."""
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -50,17 +50,19 @@ def read_batches(text: str) -> tuple[int, ...]:
 
 
 def read_variants(
-    checkpoint: str | None, attention: str, sparsity: str, preset: o.Preset | None, **options: Any
-) -> tuple[Any, ...]:
-    """The policies to measure, full attention first. `options`: the flags of CLO but the sparsity, as typed.
+    checkpoint: str | None, attention: str, sparsity: str, preset: o.Preset | None, vary: Sequence[str] | None = None,
+    **options: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The policies to measure, full attention first. `vary`: settings to measure CLO with once more. `options`: the
+    flags of CLO but the sparsity, as typed.
 
     Raises:
       ValueError: an unknown policy, or what needs a checkpoint where there is a shape.
     """
     if checkpoint is not None:
-        return e.read_variants(checkpoint, attention, sparsity, preset, **options)
+        return e.read_variants(checkpoint, attention, sparsity, preset, vary, **options)
     from clo_jax.config import CloConfig
-    from clo_jax.eval.variants import variants
+    from clo_jax.eval.variants import variants, varied
 
     for name in ("calibration", "planner", "kv_budget"):
         if options.get(name) is not None:
@@ -68,7 +70,8 @@ def read_variants(
     load = o.load_options(o.Attention.clo, preset, **options)
     load.pop("attention")
     config = load.pop("clo", None) or CloConfig()
-    return tuple(variants(e.split("--attention", attention, str), e.split("--sparsity", sparsity, float), config, load))
+    ways = variants(e.split("--attention", attention, str), e.split("--sparsity", sparsity, float), config, load)
+    return tuple(varied(ways, vary or ()))
 
 
 def read_pattern(

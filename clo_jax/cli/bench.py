@@ -50,7 +50,9 @@ def decode(
     dtype: b.DType = o.DType.auto,
     preset: o.PresetOption = None,
     retriever: o.RetrieverOption = None,
+    guess_from: o.GuessFromOption = None,
     kv_dtype: o.KvDtypeOption = None,
+    vary: e.Vary = None,
     refresh: o.RefreshOption = None,
     retain: o.Retain = None,
     sim_threshold: o.SimThreshold = None,
@@ -74,9 +76,10 @@ def decode(
     from clo_jax.cli import _bench_plots
 
     chosen = b.read_variants(
-        checkpoint, attention, sparsity, preset, retriever=retriever, kv_dtype=kv_dtype, refresh=refresh, retain=retain,
-        sim_threshold=sim_threshold, hash_bits=hash_bits, recent_tokens=recent_tokens, backend=backend,
-        transfer_threads=transfer_threads, calibration=calibration, planner=planner, kv_budget=kv_budget,
+        checkpoint, attention, sparsity, preset, vary, retriever=retriever, guess_from=guess_from,
+        kv_dtype=kv_dtype, refresh=refresh, retain=retain, sim_threshold=sim_threshold, hash_bits=hash_bits,
+        recent_tokens=recent_tokens, backend=backend, transfer_threads=transfer_threads, calibration=calibration,
+        planner=planner, kv_budget=kv_budget,
     )  # fmt: skip
     found = subject.find(checkpoint, shape, layers, dtype.value)
     if transformers is not None and checkpoint is None:
@@ -119,6 +122,7 @@ def prefill(
     preset: o.PresetOption = None,
     retriever: o.RetrieverOption = None,
     kv_dtype: o.KvDtypeOption = None,
+    vary: e.Vary = None,
     hash_bits: o.HashBits = None,
     backend: o.Backend = None,
     calibration: o.Calibration = None,
@@ -135,7 +139,7 @@ def prefill(
     from clo_jax.cli import _bench_plots
 
     chosen = b.read_variants(
-        checkpoint, attention, sparsity, preset, retriever=retriever, kv_dtype=kv_dtype, hash_bits=hash_bits,
+        checkpoint, attention, sparsity, preset, vary, retriever=retriever, kv_dtype=kv_dtype, hash_bits=hash_bits,
         backend=backend, calibration=calibration,
     )  # fmt: skip
     found = subject.find(checkpoint, shape, layers, dtype.value)
@@ -170,6 +174,7 @@ def memory(
     preset: o.PresetOption = None,
     retriever: o.RetrieverOption = None,
     kv_dtype: o.KvDtypeOption = None,
+    vary: e.Vary = None,
     retain: o.Retain = None,
     hash_bits: o.HashBits = None,
     recent_tokens: o.RecentTokens = None,
@@ -186,7 +191,7 @@ def memory(
     from clo_jax.cli import _bench_plots
 
     chosen = b.read_variants(
-        checkpoint, attention, sparsity, preset, retriever=retriever, kv_dtype=kv_dtype, retain=retain,
+        checkpoint, attention, sparsity, preset, vary, retriever=retriever, kv_dtype=kv_dtype, retain=retain,
         hash_bits=hash_bits, recent_tokens=recent_tokens, calibration=calibration,
     )  # fmt: skip
     found = subject.find(checkpoint, shape, layers, dtype.value)
@@ -211,6 +216,7 @@ def layer(
     steps: Annotated[int, typer.Option(help="Decode steps of one program.")] = 64,
     repeats: Annotated[int, typer.Option(help="Timed programs of each case.")] = 5,
     retriever: o.RetrieverOption = None,
+    guess_from: o.GuessFromOption = None,
     kv_dtype: o.KvDtypeOption = None,
     dtype: b.DType = o.DType.auto,
     backend: o.Backend = None,
@@ -226,7 +232,7 @@ def layer(
     from clo_jax.config import CloConfig
 
     found = subject.find(None, shape, layers, dtype.value)
-    clo = CloConfig(sparsity=0.1, retain=1.5, **o.given(retriever=retriever, kv_dtype=kv_dtype))
+    clo = CloConfig(sparsity=0.1, retain=1.5, **o.given(retriever=retriever, guess_from=guess_from, kv_dtype=kv_dtype))
     model = dataclasses.replace(found.model, vocab_size=256)  # no layer has one
     rows = bench.measure(model, clo, context, steps, repeats, found.dtype, backend or "auto", _console.note)
     arguments = {"context": context, "steps": steps, "repeats": repeats, **found.describe(),

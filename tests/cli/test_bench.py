@@ -66,6 +66,16 @@ def test_memory(run, tmp_path):
     assert sum(clo["device_kv_parts"].values()) == clo["value"] < 0.25 * clo["control"] == 0.25 * 4 * full["value"]
 
 
+def test_memory_of_quantized_rows(run, tmp_path):
+    out = tmp_path / "out.json"
+    args = ("--shape", "llama3-8b", "--attention", "clo", "--lengths", "1048576", "--vary", "kv_dtype=fp8")
+    result = run("bench", "memory", *args, "--json", out)
+    assert result.code == 0, result.err
+    _, rows = results(out, "bench memory")
+    plain, byte = rows["clo 10 %, 1048576 tokens"], rows["clo 10 %, kv_dtype=fp8, 1048576 tokens"]
+    assert byte["host_kv_bytes"] == plain["host_kv_bytes"] * 272 / 512 < 80 * 2**30
+
+
 def test_memory_goes_as_far_as_the_model(run):
     result = run("bench", "memory", "--shape", "smollm2-135m", "--attention", "clo")
     assert result.code == 0 and [line for line in result.out.splitlines() if "8192" in line]
@@ -98,6 +108,7 @@ def test_transfer(run, tmp_path):
         (["decode", *TINY, "--planner", "paper"], "--planner: got it with a --shape, wanted a checkpoint"),
         (["decode", *TINY, "--transformers", "x.gguf"], "--transformers: got it with a --shape"),
         (["prefill", *TINY, "--repeats", "0"], "--repeats: got 0, wanted a positive integer"),
+        (["decode", *TINY, "--attention", "exact", "--vary", "retain=1"], "--vary: got 'retain=1' without clo"),
         (["memory", *TINY, "--lengths", ""], "--lengths: got none, wanted at least one"),
         (["layer", "--shape", "tiny", "--layers", "2", "--context", "99999"], "--context: got 99999, wanted 132 to"),
         (["transfer", "--backends", "dma"], "--backends: got 'dma', wanted pull, bar, staged, host"),
