@@ -1,0 +1,236 @@
+"""Decoding at 128K tokens and more against the goals that the project set itself: named runs of the decode bench, and
+the ratios within each that a goal speaks of.
+
+    python -m clo_jax.bench.headline 128k OUT.json
+
+Hits are replayed (docs/benchmarks.md): 79 %, with 26 % of a refreshed set new, unless a run says otherwise. Goals are a
+GPU's, and of the models and lengths that the runs name: elsewhere rows have none.
+"""
+
+import argparse
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+
+import jax
+
+from clo_jax.bench import decode, decode_rows, rates, replay, report
+from clo_jax.bench.subject import Subject, find
+from clo_jax.config import CloConfig
+from clo_jax.eval.variants import variants, varied
+
+CLO, FULL, ON_DEVICE = "clo 10 %", "full", "clo 10 % on the device"
+INT8 = f"{CLO}, kv_dtype=int8"
+EARLY = f"{CLO}, guess_from=input"
+BUDGET = 48 * 2**30  # bytes of device memory in all, of the goal that asks for the best batch
+HOST = 80 * 2**30  # bytes of host memory for a million tokens
+_128K = 131072
+# The original RetroInfer on the same kind of GPU, 128K tokens, ms a step by batch; measured by its authors' code.
+RETROINFER_MS = {1: 42.7, 4: 77.2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """What one run measured. `link`: bytes a second of a plain copy."""
+
+    plan: decode.Plan
+    found: decode.Found
+    link: float
+
+    def get(self, name: str, context: int, batch: int) -> decode.Measured | None:
+        """None: it did not fit."""
+        return self.found.get((name, 0 if name == decode.WEIGHTS_ONLY else context, batch))
+
+    def ratio(
+        self, slow: tuple[str, int, int], fast: tuple[str, int, int], goal: str | None, why: str = ""
+    ) -> list[report.Row]:
+        """The time of one step over that of another, each by name, context and batch; nothing where one is missing."""
+        one, other = self.get(*slow), self.get(*fast)
+        if one is None or other is None:
+            return []
+        value, control = decode_rows.step_ms(self.plan, one), decode_rows.step_ms(self.plan, other)
+        return [report.Row(f"step, {_title(*slow)}{why}", value, "ms", f"step, {_title(*fast)}", control, goal)]
+
+    def throughput(self, name: str, context: int, batch: int) -> float:
+        """Tokens a second of all sequences."""
+        return decode_rows.throughput(self.plan, batch, self.found[name, context, batch])
+
+
+def _title(name: str, context: int, batch: int) -> str:
+    place = "" if name == decode.WEIGHTS_ONLY else f", {context} tokens"
+    return f"{name}{place}, batch {batch}"
+
+
+def _at_128k(steps: Steps) -> list[report.Row]:
+    """Against the weights alone, full attention and the original RetroInfer; bytes, overlap, processor."""
+    context, rows = steps.plan.contexts[0], []
+    for batch, faster, published in ((1, ">= 1.5", ">= 6"), (4, ">= 2", ">= 6")):
+        base = (decode.WEIGHTS_ONLY, context, batch)
+        rows += steps.ratio((CLO, context, batch), base, "<= 1.35" if batch == 1 else None)
+        rows += steps.ratio((FULL, context, batch), (CLO, context, batch), faster)
+        for other in (INT8, EARLY, ON_DEVICE):
+            rows += steps.ratio((other, context, batch), (CLO, context, batch), None)
+        clo, ms = steps.get(CLO, context, batch), RETROINFER_MS[batch]
+        if clo is None:
+            continue
+        where = _title(CLO, context, batch)
+        if (steps.plan.subject.name, context) == ("llama3-8b", _128K):
+            step = decode_rows.step_ms(steps.plan, clo)
+            rows.append(report.Row(f"step, the original RetroInfer, batch {batch}", ms, "ms", where, step, published))
+        rows += _offloading(steps, where, context, batch)
+    return rows + _best_within(steps, context)
+
+
+def _offloading(steps: Steps, where: str, context: int, batch: int) -> list[report.Row]:
+    """What offloading costs beside time, and how much of its time is hidden."""
+    clo, full, device = (steps.get(name, context, batch) for name in (CLO, FULL, ON_DEVICE))
+    goals = batch == 1
+    rows = [
+        report.Row(
+            f"processor cores busy, {where}", clo.processor_s / sum(clo.chunk_s), "cores",
+            goal="<= 0.1 cores" if goals else None,
+        )
+    ]  # fmt: skip
+    if full is not None:
+        kept, whole = sum(clo.device_parts.values()), sum(full.device_parts.values())
+        rows.append(
+            report.Row(f"device KV, {where}", kept, "bytes", "full attention", whole, "<= 0.25" if goals else None)
+        )
+    if device is not None and clo.moved is not None and clo.moved.bytes_moved:
+        exposed = decode_rows.step_ms(steps.plan, clo) - decode_rows.step_ms(steps.plan, device)
+        overlap = decode_rows.moved(steps.plan, clo, max(exposed, 0.0), steps.link)["overlap_ratio"]
+        rows.append(report.Row(f"overlap, {where}", overlap, "share", goal=">= 0.9 share" if goals else None))
+    return rows
+
+
+def _best_within(steps: Steps, context: int) -> list[report.Row]:
+    """Under a budget of device memory, weights and cache: each at its best batch."""
+    best: dict[str, tuple[float, int]] = {}
+    for name, at, batch in steps.found:
+        measured, of = steps.found[name, at, batch], {FULL: FULL, CLO: CLO, INT8: CLO}.get(name)
+        if of is None or steps.plan.subject.weight_bytes + sum(measured.device_parts.values()) > BUDGET:
+            continue
+        best[of] = max(best.get(of, (0.0, 0)), (steps.throughput(name, at, batch), batch))
+    if len(best) < 2:
+        return []
+    (clo, many), (full, few) = best[CLO], best[FULL]
+    name = f"within {BUDGET >> 30} GiB, {context} tokens: clo 10 %, batch {many}"
+    return [report.Row(name, clo, "tokens/s", f"full, batch {few}", full, ">= 3")]
+
+
+def _always(steps: Steps) -> list[report.Row]:
+    context = steps.plan.contexts[0]
+    return steps.ratio((CLO, context, 1), (decode.WEIGHTS_ONLY, context, 1), "<= 1.6", ", refreshed at every step")
+
+
+def _against_full(steps: Steps) -> list[report.Row]:
+    context = steps.plan.contexts[0]
+    return steps.ratio((FULL, context, 1), (CLO, context, 1), ">= 1.4")
+
+
+def _growth(steps: Steps) -> list[report.Row]:
+    first, last = steps.plan.contexts[0], steps.plan.contexts[-1]
+    rows = []
+    for name, goal in ((CLO, "<= 3"), (INT8, "<= 2"), (FULL, None)):
+        rows += steps.ratio((name, last, 1), (name, first, 1), goal)
+    return rows
+
+
+def _million(steps: Steps) -> list[report.Row]:
+    context = steps.plan.contexts[0]
+    measured = steps.get(CLO, context, 1)
+    if measured is None:
+        return []
+    rows = [report.Row(f"host KV, {context} tokens", measured.host_bytes, "bytes", goal=f"<= {HOST} bytes")]
+    return rows + steps.ratio((CLO, context, 1), (decode.WEIGHTS_ONLY, context, 1), None)
+
+
+def _rivals(steps: Steps) -> list[report.Row]:
+    context, rows = steps.plan.contexts[0], []
+    for batch in steps.plan.batches:
+        for rival, goal in (("retroinfer", ">= 1.5"), ("infinigen", ">= 3"), ("pqcache", ">= 3")):
+            rows += steps.ratio((f"{rival} 10 %", context, batch), (CLO, context, batch), goal)
+    return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Headline:
+    """One run: what is measured, and the rows that its goals are about. `vary`: as of `clo-jax bench decode`."""
+
+    shape: str
+    contexts: tuple[int, ...]
+    goals: Callable[[Steps], list[report.Row]]
+    batches: tuple[int, ...] = (1,)
+    policies: tuple[str, ...] = ("clo",)
+    vary: tuple[str, ...] = ()
+    clo: CloConfig = CloConfig()
+    hit_rate: float = replay.HIT_RATE
+    new_rows: float = replay.NEW_ROWS
+
+
+HEADLINES = {
+    "128k": Headline(
+        "llama3-8b", (_128K,), _at_128k, batches=(1, 2, 4, 8), vary=("kv_dtype=int8", "guess_from=input")
+    ),
+    "always": Headline("llama3-8b", (_128K,), _always, clo=CloConfig(retain=2.0), hit_rate=0.0, new_rows=0.14),
+    "qwen": Headline("qwen2.5-14b", (_128K,), _against_full),
+    "growth": Headline("llama3-8b", (32768, _128K, 524288), _growth, vary=("kv_dtype=int8",)),
+    "1m": Headline("llama3-8b", (1048576,), _million, clo=CloConfig(kv_dtype="fp8")),
+    "rivals": Headline(
+        "llama3-8b", (_128K,), _rivals, batches=(1, 4), policies=("clo", "retroinfer", "infinigen", "pqcache")
+    ),
+}  # fmt: skip
+
+
+def plan(headline: Headline, subject: Subject, steps: int, chunk: int) -> decode.Plan:
+    """What the decode bench is asked."""
+    ways = varied(variants(headline.policies, (0.1,), headline.clo, {}), headline.vary)
+    pattern = replay.given(subject.model, headline.hit_rate, headline.new_rows)
+    return decode.Plan(
+        subject, tuple(ways), headline.contexts, headline.batches, steps, chunk, "synthetic", pattern
+    )  # fmt: skip
+
+
+def rows(headline: Headline, planned: decode.Plan, found: decode.Found, memory: float, link: float) -> list[report.Row]:
+    """The decode bench's figures, then those that the goals are about."""
+    judged = jax.default_backend() == "gpu" and planned.subject.name == headline.shape
+    goals = headline.goals(Steps(planned, found, link))
+    goals = goals if judged else [dataclasses.replace(row, goal=None) for row in goals]
+    return decode_rows.rows(planned, found, memory, link) + goals
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Runs of the decode bench that have goals.")
+    parser.add_argument("run", choices=HEADLINES)
+    parser.add_argument("out", type=pathlib.Path)
+    parser.add_argument("--shape", help="another architecture")
+    parser.add_argument("--layers", type=int, help="its first ones only")
+    parser.add_argument("--contexts", help="other lengths")
+    parser.add_argument("--batches", help="other batches")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--steps", type=int, default=128)
+    parser.add_argument("--chunk", type=int, default=16)
+    args = parser.parse_args(argv)
+    chosen = HEADLINES[args.run]
+    try:
+        for name in ("contexts", "batches"):
+            if getattr(args, name) is not None:
+                chosen = dataclasses.replace(chosen, **{name: tuple(map(int, getattr(args, name).split(",")))})
+        subject = find(None, args.shape or chosen.shape, args.layers, args.dtype)
+        planned = plan(chosen, subject, args.steps, args.chunk)
+    except ValueError as error:
+        parser.error(str(error))
+    memory, link = rates.memory_rate(), rates.link_rate()
+    arguments = {"run": args.run, "hit_rate": chosen.hit_rate, "new_rows": chosen.new_rows}
+
+    def keep(found: decode.Found, skipped: dict[str, str]) -> dict[str, object]:
+        told = arguments | decode_rows.arguments(planned, skipped)
+        return report.write(args.out, "headline", told, rows(chosen, planned, found, memory, link))
+
+    found, skipped = decode.run(planned, keep, lambda what: print(what, file=sys.stderr, flush=True))
+    print(report.markdown(keep(found, skipped)))
+
+
+if __name__ == "__main__":
+    main()
