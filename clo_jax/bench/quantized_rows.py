@@ -73,13 +73,12 @@ def rows(stored: np.ndarray) -> list[report.Row]:
         for part, what in enumerate(("keys", "values")):
             x, control = stored[..., part, :], error(stored[..., part, :], plain[..., part, :])
             later, half = x[:, :, _SINKS:], (x.shape[2] - _SINKS) // 2
-            formats = [
-                ("4 groups of channels of a token", error(x, product[..., part, :])),
-                *((f"{n} group{'s' * (n > 1)} of channels of a token", error(x, by_groups(x, kind, n))) for n in GROUPS),
-                ("a channel, from the first half of the tokens",
-                 error(later[:, :, half:], by_channel(later, kind)[:, :, half:])),
-            ]  # fmt: skip
-            for scales, value in formats:
+            found = {"4 groups": product[..., part, :]}
+            found |= {f"{n} group{'s' * (n > 1)}": by_groups(x, kind, n) for n in GROUPS}
+            formats = {f"{scales} of channels of a token": error(x, y) for scales, y in found.items()}
+            static = error(later[:, :, half:], by_channel(later, kind)[:, :, half:])
+            formats["a channel, from the first half of the tokens"] = static
+            for scales, value in formats.items():
                 name = f"{kind}, {what}, a scale for {scales}"
                 made.append(report.Row(name, value, "relative error", "bfloat16", control))
     return made
