@@ -18,6 +18,7 @@
 namespace clo::cuda {
 
 constexpr int kTransferBlocks = 4;
+constexpr int kMaxQuantizedDim = 256;  // of rows that offload quantizes: a warp has them in registers
 
 struct LayerFlags;       // flags.cuh
 struct TransferControl;  // pull.h

@@ -1,8 +1,8 @@
 // Units of quantized rows (clo/row_format.h), made in their stage what the tiles compute on.
 //
-// A warp has fewer instructions for an element than one may think: rows of one byte an element arrive at more than one
-// element a clock and lane. So bfloat16 ones are made in pairs, and without the conversion instructions from bytes, of
-// which a multiprocessor does only 16 a clock.
+// While a byte for each lane of a warp arrives from memory, a scheduler has some seven instructions to give, for the
+// attention itself, too. So bfloat16 elements are made in pairs, and nothing is made by the instructions that convert bytes,
+// of which a multiprocessor does 16 lanes a clock.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -40,29 +40,35 @@ __device__ __forceinline__ __nv_bfloat162 bfloat_pair(uint32_t bits) {
   return pair;
 }
 
-// Two elements, without their scale, of bytes 2·kHalf and the next. Every number of both formats is one of bfloat16.
-template <RowFormat kFormat, int kHalf>
-__device__ __forceinline__ __nv_bfloat162 bfloat_elements(uint32_t codes) {
+__device__ __forceinline__ uint32_t bits_of(__nv_bfloat162 pair) {
+  uint32_t bits;
+  memcpy(&bits, &pair, sizeof bits);
+  return bits;
+}
+
+// Elements 0 and 2 or, kOdd, 1 and 3 of four times their scales, the halves of a word. Every element is a bfloat16, every
+// product has at most 15 places and is rounded once.
+template <RowFormat kFormat, bool kOdd>
+__device__ __forceinline__ uint32_t scaled_pair(uint32_t codes, uint32_t scales) {
+  const __nv_bfloat162 scale = bfloat_pair(scales);
   if constexpr (kFormat == RowFormat::kInt8) {
-    // Behind the exponent of 128: 128 plus the lower seven bits, and 128 or, with the sign's bit, 256.
-    const uint32_t x = __byte_perm(codes, 0x43434343u, kHalf == 0 ? 0x4140 : 0x4342);
-    return __hsub2(bfloat_pair(x & 0xff7fff7fu), bfloat_pair(x & 0xff80ff80u));
+    // A byte in the lowest bits is 2^-133 of its number, whether that is subnormal or not: of the element plus 128 here.
+    const uint32_t x = __byte_perm(codes ^ 0x80808080u, 0, kOdd ? 0x4341 : 0x4240);
+    const __nv_bfloat162 number = __hmul2(bfloat_pair(x), bfloat_pair(0x7f007f00u));  // 2^127
+    return bits_of(__hfma2(number, __hmul2(scale, bfloat_pair(0x42804280u)), __hmul2(scale, bfloat_pair(0xc300c300u))));
   } else {
-    // Exponent and mantissa in their places are 2^-120 of the number, whether it is subnormal or not.
-    const uint32_t x = __byte_perm(codes, 0, kHalf == 0 ? 0x1404 : 0x3424);
-    return __hmul2(bfloat_pair((x >> 4 & 0x07f007f0u) | (x & 0x80008000u)), bfloat_pair(0x7b807b80u));
+    // Exponent and mantissa in their places are 2^-120 of the number, in the same way.
+    const uint32_t magnitude = (kOdd ? codes >> 4 : codes << 4) & 0x07f007f0u, sign = kOdd ? codes : codes << 8;
+    return bits_of(__hmul2(__hmul2(bfloat_pair(magnitude | (sign & 0x80008000u)), bfloat_pair(0x7b807b80u)), scale));
   }
 }
 
-// Four elements times their scale, a bfloat16, rounded once: products have at most 15 places.
+// Four elements times their scale, a bfloat16.
 template <RowFormat kFormat>
 __device__ __forceinline__ uint2 widened(const __nv_bfloat16*, uint32_t codes, uint32_t scale) {
-  const __nv_bfloat162 factor = bfloat_pair(scale * 0x10001u);
-  const __nv_bfloat162 x[2] = {__hmul2(bfloat_elements<kFormat, 0>(codes), factor),
-                               __hmul2(bfloat_elements<kFormat, 1>(codes), factor)};
-  uint2 bits;
-  memcpy(&bits, x, sizeof bits);
-  return bits;
+  const uint32_t even = scaled_pair<kFormat, false>(codes, scale * 0x10001u);
+  const uint32_t odd = scaled_pair<kFormat, true>(codes, scale * 0x10001u);
+  return make_uint2(__byte_perm(even, odd, 0x5410), __byte_perm(even, odd, 0x7632));
 }
 
 template <RowFormat kFormat>
