@@ -2,6 +2,7 @@
 // partial results of (block, head) pairs, the fragments; a second, small kernel beside it merges them as they come. The
 // order of all sums is fixed by the lengths alone.
 #include <algorithm>
+#include <type_traits>
 
 #include "clo/softmax_state.h"
 #include "cuda/attend/append.cuh"
@@ -12,6 +13,7 @@
 #include "cuda/attend/mma.cuh"
 #include "cuda/attend/plan.cuh"
 #include "cuda/attend/quantized.cuh"
+#include "cuda/attend/quantized_mma.cuh"
 #include "cuda/attend/rows.cuh"
 #include "cuda/attend/source.cuh"
 #include "cuda/check.h"
@@ -40,6 +42,39 @@ struct Layout {
     total = before + (heads + 2) * 4;
   }
 };
+
+// What quantized rows are computed on, and whether as they are; else they become wide ones first.
+template <class Tile>
+struct OfQuantized {
+  using Type = Tile;
+  static constexpr bool kAsTheyAre = false;
+};
+template <>
+struct OfQuantized<MmaTile<64, __nv_bfloat16>> {
+  using Type = QuantizedMmaTile<64>;
+  static constexpr bool kAsTheyAre = true;
+};
+template <>
+struct OfQuantized<MmaTile<128, __nv_bfloat16>> {
+  using Type = QuantizedMmaTile<128>;
+  static constexpr bool kAsTheyAre = true;
+};
+
+// The unit in a stage, by one warp whose copies have arrived.
+template <class Tile, bool kQuantized, class Used, class Reader>
+__device__ __forceinline__ void add_unit(Used& tile, const Reader& reader, int slot, unsigned char* stage,
+                                         RowFormat format, const typename Tile::Element* query, int lane) {
+  if constexpr (kQuantized) {
+    if (reader.quantized(slot)) {
+      if constexpr (OfQuantized<Tile>::kAsTheyAre) {
+        tile.add_quantized(stage + QuantizedUnit<Tile>::kBegin, format, reader.rows(slot), query);
+        return;
+      }
+      QuantizedUnit<Tile>::widen_rows(stage, format, lane);
+    }
+  }
+  tile.add(reader.stage(slot), reader.rows(slot));
+}
 
 // kWarps warps attend; one more appends. kQuantized: selected rows are.
 //
@@ -95,8 +130,8 @@ __global__ void __launch_bounds__((Tile::kWarps + 1) * 32, 1) read_rows(const __
   const uint32_t stages = shared_address(shared) + warp * Tile::kStages * Layout<Tile>::kStage;
   int* const filled = reinterpret_cast<int*>(shared + layout.filled) + warp * Tile::kStages;
   RowReader<Tile, kQuantized> reader(a, plan, source, warp, lane, stages, filled);
-  Tile tile(a.group, a.scale_log2, lane,
-            reinterpret_cast<float*>(shared + layout.scratch + warp * Tile::kScratchBytes));
+  std::conditional_t<kQuantized, typename OfQuantized<Tile>::Type, Tile> tile(
+      a.group, a.scale_log2, lane, reinterpret_cast<float*>(shared + layout.scratch + warp * Tile::kScratchBytes));
   bool settled = false;
   int parity = 0;
 #pragma unroll 1  // of all loops that hold much code: what a block must fetch first is what it waits for
@@ -143,17 +178,14 @@ __global__ void __launch_bounds__((Tile::kWarps + 1) * 32, 1) read_rows(const __
       for (int head = share.head; share.count > 0 && head < a.heads(line) && starts[head] < end; ++head) {
         if (starts[head] == starts[head + 1]) continue;
         const int last = min(end, starts[head + 1]);
-        tile.begin(static_cast<const T*>(a.query) + static_cast<size_t>(a.kv_head(line, head)) * a.group * D);
+        const T* const query = static_cast<const T*>(a.query) + static_cast<size_t>(a.kv_head(line, head)) * a.group * D;
+        tile.begin(query);
 #pragma unroll 1
         for (; next < last; next += W) {
           wait_copies<Tile::kStages - 1>();
           __syncwarp();
-          if constexpr (kQuantized) {
-            if (reader.quantized(slot))
-              QuantizedUnit<Tile>::widen_rows(
-                  shared + (warp * Tile::kStages + slot) * Layout<Tile>::kStage, a.format, lane);
-          }
-          tile.add(reader.stage(slot), reader.rows(slot));
+          add_unit<Tile, kQuantized>(tile, reader, slot, shared + (warp * Tile::kStages + slot) * Layout<Tile>::kStage,
+                                     a.format, query, lane);
           __syncwarp();
           reader.issue(slot);
           if (++slot == Tile::kStages) slot = 0;

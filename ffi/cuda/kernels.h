@@ -18,6 +18,7 @@
 namespace clo::cuda {
 
 constexpr int kTransferBlocks = 4;
+constexpr int kMaxQuantizedDim = 256;  // of rows that offload quantizes: a warp has them in registers
 
 struct LayerFlags;       // flags.cuh
 struct TransferControl;  // pull.h
@@ -56,6 +57,10 @@ cudaError_t select_topk(const SelectTopkParams& p, void* workspace, cudaStream_t
 size_t prefetch_workspace_bytes(const PrefetchParams& p);  // of the sizes in p.select and p.view
 cudaError_t prefetch(const PrefetchParams& p, const EngineRef& engine, void* workspace, cudaStream_t stream);
 
+// Those that launch_dim has tiles for.
+constexpr bool attend_takes(int64_t head_dim) {
+  return head_dim == 64 || head_dim == 80 || head_dim == 96 || head_dim == 128 || head_dim == 256;
+}
 size_t attend_workspace_bytes(const AttendParams& p);
 cudaError_t attend(const AttendParams& p, const EngineRef& engine, void* workspace, cudaStream_t stream);
 

@@ -1,6 +1,6 @@
 // Rows from device memory to mapped host memory, 16 bytes a lane, whole rows by neighbouring lanes: full lines on the
-// link. Quantized ones are made in shared memory first. It does not wait for anything, so it may run beside the resident transfer kernel; rows that it writes are posted
-// to that kernel by a later kernel of the same stream only.
+// link. Quantized ones are made in shared memory first. It does not wait for anything, so it may run beside the resident
+// transfer kernel; rows that it writes are posted to that kernel by a later kernel of the same stream only.
 #include <algorithm>
 
 #include "cuda/check.h"

@@ -6,11 +6,10 @@
 #include <cstdint>
 
 #include "clo/row_format.h"
+#include "cuda/kernels.h"
 #include "cuda/numeric.cuh"
 
 namespace clo::cuda {
-
-constexpr int kMaxQuantizedDim = 256;  // of the lanes' registers
 
 // row: [2, D]; out: in shared memory, 2·D + kScaleBytes bytes. The same bits as on the CPU.
 template <typename T>

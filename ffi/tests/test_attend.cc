@@ -3,13 +3,18 @@
 #include <algorithm>
 #include <cassert>
 #include <cmath>
+#include <cstdint>
+#include <cstring>
 #include <limits>
+#include <random>
 #include <string>
 #include <vector>
 
 #include "clo/params.h"
+#include "cpu/quantize.h"
 #include "cpu/simd/dispatch.h"
 #include "cpu/simd/rows.h"
+#include "tests/quantized_rows.h"
 
 namespace {
 
@@ -144,6 +149,90 @@ void test_every_shape_of_a_block() {
       }
 }
 
+using Kernel = void (*)(const clo::RowsBlock&);
+
+Kernel kernel_of(const clo::RowsTable& table, clo::RowFormat format) {
+  return format == clo::RowFormat::kInt8 ? table.int8 : table.fp8;
+}
+
+// The same of quantized rows: row r's values are the bytes r, and each group of channels has another power of two for a
+// scale. The scratch is as long as needed, too.
+void average_quantized(const clo::RowsTable& table, clo::RowFormat format, int64_t G, int64_t D, int64_t count) {
+  const int64_t bytes = 2 * D + clo::kScaleBytes, width = D / clo::kScaleGroups;
+  std::vector<float> query(G * D, 1.0f), max(G, -std::numeric_limits<float>::infinity()), sum(G), acc(G * D),
+      scratch(count * 2 * D);
+  std::vector<uint8_t> rows(count * bytes);
+  std::vector<const void*> addresses(count);
+  float mean = 0;
+  for (int64_t r = 0; r < count; ++r) {
+    uint8_t* row = rows.data() + r * bytes;
+    addresses[r] = row;
+    std::memset(row + D, static_cast<int>(r), static_cast<size_t>(D));
+    for (int64_t g = 0; g < 2 * clo::kScaleGroups; ++g) {
+      const uint16_t scale = static_cast<uint16_t>((127 + g - clo::kScaleGroups) << 7);  // 2^(g - 4)
+      std::memcpy(row + 2 * D + 2 * g, &scale, sizeof scale);
+    }
+    mean += clo::test::decode(format, static_cast<uint8_t>(r)) / static_cast<float>(count);
+  }
+  kernel_of(table, format)({query.data(), G, D, addresses.data(), count, addresses.data(), count, max.data(), sum.data(),
+                            acc.data(), scratch.data()});
+  for (int64_t g = 0; g < G; ++g) {
+    assert(max[g] == 0 && sum[g] == static_cast<float>(count));
+    for (int64_t d = 0; d < D; ++d) {
+      const float scale = static_cast<float>(1 << d / width);
+      assert(std::fabs(acc[g * D + d] / sum[g] - scale * mean) < 1e-4 * scale);
+    }
+  }
+}
+
+void test_every_shape_of_a_block_of_quantized_rows() {
+  for (const clo::RowsTable* table : {clo::rows_table_generic(), &clo::rows_table()})
+    for (int64_t G = 1; G <= 9; ++G)
+      for (const int64_t D : {8, 24, 64, 80, 96, 128, 256})
+        for (const int64_t count : {1, 2, 3, 4, 5, 15, 16, 17, 63, 64}) {
+          average_quantized(*table, clo::RowFormat::kInt8, G, D, count);
+          average_quantized(*table, clo::RowFormat::kFp8, G, D, count);
+        }
+}
+
+// Random rows: the same as plain rows of the numbers that the bytes stand for.
+void test_quantized_rows_are_what_their_bytes_stand_for() {
+  constexpr int64_t G = 5, kCount = clo::kRowsBlock;
+  std::mt19937 random(11);
+  std::normal_distribution<float> normal;
+  for (const clo::RowsTable* table : {clo::rows_table_generic(), &clo::rows_table()})
+    for (const clo::RowFormat format : {clo::RowFormat::kInt8, clo::RowFormat::kFp8})
+      for (const int64_t D : {8, 24, 64, 80, 96, 128, 256}) {
+        std::vector<float> query(G * D), values(kCount * 2 * D), scratch(kCount * 2 * D);
+        for (float& x : query) x = normal(random) / std::sqrt(static_cast<float>(D));
+        for (float& x : values) x = normal(random);
+        const int64_t bytes = clo::row_bytes(D, clo::DType::kF32, format);
+        std::vector<uint8_t> rows(kCount * bytes);
+        clo::quantize_rows(values.data(), kCount, D, clo::DType::kF32, format, rows.data());
+        const std::vector<float> plain = clo::test::dequantize(rows.data(), kCount, D, format);
+        std::vector<const void*> narrow(kCount), wide(kCount);
+        for (int64_t r = 0; r < kCount; ++r) {
+          narrow[r] = rows.data() + r * bytes;
+          wide[r] = plain.data() + r * 2 * D;
+        }
+        std::vector<float> max[2], sum[2], acc[2];
+        for (const int side : {0, 1}) {
+          max[side].assign(G, -std::numeric_limits<float>::infinity());
+          sum[side].assign(G, 0);
+          acc[side].assign(G * D, 0);
+          const void* const* addresses = side == 0 ? narrow.data() : wide.data();
+          const Kernel kernel = side == 0 ? kernel_of(*table, format) : table->f32;
+          kernel({query.data(), G, D, addresses, kCount, addresses, 0, max[side].data(), sum[side].data(),
+                  acc[side].data(), scratch.data()});
+        }
+        for (int64_t g = 0; g < G; ++g) {
+          assert(std::fabs(max[0][g] - max[1][g]) < 1e-6 && std::fabs(sum[0][g] / sum[1][g] - 1) < 1e-6);
+          for (int64_t d = 0; d < D; ++d)
+            assert(std::fabs(acc[0][g * D + d] - acc[1][g * D + d]) < 1e-6 * sum[1][g]);
+        }
+      }
+}
+
 }  // namespace
 
 int main() {
@@ -151,4 +240,6 @@ int main() {
   test_a_failed_wait_gives_its_text_and_attends_to_the_rest();
   test_powers_of_two();
   test_every_shape_of_a_block();
+  test_every_shape_of_a_block_of_quantized_rows();
+  test_quantized_rows_are_what_their_bytes_stand_for();
 }

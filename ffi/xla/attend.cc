@@ -159,6 +159,9 @@ ffi::Error run_cuda(cudaStream_t stream, AnyBuffer query, AnyBuffer key, AnyBuff
     return error;
   AttendParams& p = call.params;
   if (p.group > 8) return invalid("attend", "at most 8 query heads share a KV head on a GPU");
+  if (!cuda::attend_takes(p.head_dim))
+    return invalid("attend", "head dimension " + std::to_string(p.head_dim) +
+                                 " on a GPU, which takes 64, 80, 96, 128 or 256");
   DeviceCall device;
   if (p.offloaded_heads > 0) {
     if (ffi::Error error =

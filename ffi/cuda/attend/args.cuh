@@ -12,7 +12,6 @@ constexpr int kMaxBlocks = 256;
 struct AttendArgs {
   int batch, offloaded, resident, group, words;  // words = R / 32
   int max_tokens, tail_rows, sink, num_slots;
-  RowFormat format;  // of selected rows
   float scale_log2;
   const void* query;
   const void* key;
@@ -29,6 +28,7 @@ struct AttendArgs {
   float* lse;
   EngineRef engine;
   int blocks;         // of the grid that reads rows
+  RowFormat format;   // of selected rows
   float* acc;         // [slots, G, D] of the fragments
   float2* state;      // [slots, G] largest score and sum
   float* magnitudes;  // [B, Ko, words] Σ |projection| over 32 bits

@@ -56,6 +56,22 @@ class MmaTile {
       load_matrix(a, column(stage + keys_, k * 32));
       multiply(kType, s[k & 1], a, query_[k][0], query_[k][1]);
     }
+    uint32_t b0, b1;
+    weigh(s, n, &b0, &b1);
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      uint32_t a[4];
+      load_matrix_transposed(a, column(stage + values_, kRowBytes / 2 + k * 32));
+      multiply(kType, acc_[k], a, b0, b1);
+    }
+  }
+
+  // Leaves acc [G, D + 4] and (max, sum) [G] in shared memory.
+  __device__ void finish(float* acc, float2* state) { finish(acc, state, g_, g_ + 8); }
+
+ protected:
+  // The sum of both parts of the scores becomes weights, the second operand of what the values are multiplied with.
+  __device__ void weigh(const float (&s)[2][4], int n, uint32_t* b0, uint32_t* b1) {
     float x0 = (s[0][0] + s[1][0]) * scale_, x1 = (s[0][1] + s[1][1]) * scale_;
     float x2 = (s[0][2] + s[1][2]) * scale_, x3 = (s[0][3] + s[1][3]) * scale_;
     if (n < kUnitRows) {
@@ -90,17 +106,12 @@ class MmaTile {
     x3 = power_of_two(x3 - (max1_ - kLift));
     sum0_ += x0 + x2;
     sum1_ += x1 + x3;
-    const uint32_t b0 = transpose_matrix(pack(kType, x0, x1)), b1 = transpose_matrix(pack(kType, x2, x3));
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      uint32_t a[4];
-      load_matrix_transposed(a, column(stage + values_, kRowBytes / 2 + k * 32));
-      multiply(kType, acc_[k], a, b0, b1);
-    }
+    *b0 = transpose_matrix(pack(kType, x0, x1));
+    *b1 = transpose_matrix(pack(kType, x2, x3));
   }
 
-  // Leaves acc [G, D + 4] and (max, sum) [G] in shared memory.
-  __device__ void finish(float* acc, float2* state) {
+  // first, second: the dimensions of every 16 that this thread has.
+  __device__ void finish(float* acc, float2* state, int first, int second) {
 #pragma unroll
     for (int o = 4; o < 32; o <<= 1) {
       sum0_ += __shfl_xor_sync(~0u, sum0_, o);
@@ -109,21 +120,20 @@ class MmaTile {
     const int q = 2 * t_;
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-      float* at = acc + q * (D + 4) + k * 16 + g_;
+      float* at = acc + q * (D + 4) + k * 16 + first;
       if (q < group_) {
         at[0] = acc_[k][0];
-        at[8] = acc_[k][2];
+        at[second - first] = acc_[k][2];
       }
       if (q + 1 < group_) {
         at[D + 4] = acc_[k][1];
-        at[D + 12] = acc_[k][3];
+        at[D + 4 + second - first] = acc_[k][3];
       }
     }
     if (g_ == 0 && q < group_) state[q] = make_float2(max0_ - kLift, sum0_);
     if (g_ == 0 && q + 1 < group_) state[q + 1] = make_float2(max1_ - kLift, sum1_);
   }
 
- private:
   static constexpr int kSteps = D / 16;
   static constexpr const T* kType = nullptr;
   // Weights are powers of two up to 2^kLift: those of float16 would be subnormal below 2^-14.

@@ -19,6 +19,7 @@ class RowReader {
   static constexpr int kChunks = kRowBytes / 16, kCopies = kUnitRows * kChunks / 32;
   static_assert(kUnitRows * kChunks % 32 == 0, "every lane copies as many chunks");
   static constexpr int kStored = kQuantized ? QuantizedUnit<Tile>::kRowBytes : kRowBytes;  // bytes of a selected row
+  static constexpr int kStoredChunks = kStored / 16, kNarrowChunks = kUnitRows * kStoredChunks;
 
  public:
   static constexpr int kStageBytes = kUnitRows * Tile::kStride;
@@ -41,7 +42,7 @@ class RowReader {
   __device__ static int first_unit(int line, int warp) { return line == 0 ? warp : Tile::kWarps - 1 - warp; }
 
   __device__ uint32_t stage(int slot) const { return stages_ + slot * kStageBytes; }
-  __device__ int rows(int slot) const { return filled_[slot] & kUnitCount; }  // of the unit in that stage
+  __device__ int rows(int slot) const { return kQuantized ? filled_[slot] & kUnitCount : filled_[slot]; }  // of its unit
   __device__ bool quantized(int slot) const { return kQuantized && filled_[slot] > kUnitCount; }
 
   // Whether the next unit is of selected rows.
@@ -67,7 +68,8 @@ class RowReader {
       }
       const bool narrow = kQuantized && line_ == 1 && i >= dense;
       if (lane_ == 0) filled_[slot] = min(n, kUnitRows) + (narrow ? kUnitCount + 1 : 0);
-      if (narrow) copy_quantized(slot, n, mine.address);
+      if (narrow && n == kWhole) copy_narrow_block(slot, mine.address);
+      else if (narrow) copy_narrow_rows(slot, n, mine.address);
       else if (n == kWhole) copy_block(slot, mine.address);
       else copy_rows(slot, n, mine);
       unit_ += Tile::kWarps;
@@ -137,7 +139,7 @@ class RowReader {
     const int n = min(count - first, kUnitRows), row = min(lane_, n - 1);
     if (source_.selected_rows != nullptr) {
       const char* base = source_.selected_rows + (static_cast<size_t>(head_) * a_.num_slots + first) * kStored;
-      if (!kQuantized && n == kUnitRows) return whole(base, mine);
+      if (n == kUnitRows) return whole(base, mine);
       *mine = {base + row * kStored, false};
       return n;
     }
@@ -203,16 +205,24 @@ class RowReader {
     }
   }
 
-  // n quantized rows, found by this lane's one, to the end of the stage; the rest of the unit becomes zero.
-  __device__ void copy_quantized(int slot, int n, const char* mine) {
-    constexpr int kRowChunks = kStored / 16, kAll = kUnitRows * kRowChunks;
+  // The same of quantized rows, which lie at the end of the stage.
+  __device__ void copy_narrow_block(int slot, const char* from) {
+    const uint32_t to = stage(slot) + QuantizedUnit<Tile>::kBegin + lane_ * 16;
+    const char* source = from + lane_ * 16;
+#pragma unroll
+    for (int i = 0; i < (kNarrowChunks + 31) / 32; ++i)
+      if (i * 32 + lane_ < kNarrowChunks) copy_async(to + i * 512, source + i * 512, 16, policy_);
+  }
+
+  __device__ void copy_narrow_rows(int slot, int n, const char* mine) {
     const unsigned long long address = reinterpret_cast<unsigned long long>(mine);
     const uint32_t to = stage(slot) + QuantizedUnit<Tile>::kBegin;
 #pragma unroll 2
-    for (int i = 0; i < (kAll + 31) / 32; ++i) {
-      const int chunk = i * 32 + lane_, row = min(chunk / kRowChunks, kUnitRows - 1);
-      const char* from = reinterpret_cast<const char*>(__shfl_sync(~0u, address, row)) + (chunk - row * kRowChunks) * 16;
-      if (chunk < kAll) copy_async(to + chunk * 16, from, row < n ? 16 : 0, policy_);
+    for (int i = 0; i < (kNarrowChunks + 31) / 32; ++i) {
+      const int chunk = i * 32 + lane_, row = min(chunk / kStoredChunks, kUnitRows - 1);
+      const char* from =
+          reinterpret_cast<const char*>(__shfl_sync(~0u, address, row)) + (chunk - row * kStoredChunks) * 16;
+      if (chunk < kNarrowChunks) copy_async(to + chunk * 16, from, row < n ? 16 : 0, policy_);
     }
   }
 

@@ -34,6 +34,9 @@ DeviceControl::DeviceControl(const EngineConfig& config, const std::vector<Layer
   refuse(bytes % kVectorBytes != 0, "head_dim: got " + std::to_string(config.head_dim) + ", rows of " +
                                         std::to_string(bytes) + " bytes; backend " + backend_ +
                                         " wants multiples of 16");
+  refuse(config.format != RowFormat::kPlain && config.head_dim > cuda::kMaxQuantizedDim,
+         "head_dim: got " + std::to_string(config.head_dim) + ", quantized rows on a GPU want at most " +
+             std::to_string(cuda::kMaxQuantizedDim));
   refuse(config.max_tokens > INT32_MAX / (bytes / kVectorBytes),
          "max_tokens: got " + std::to_string(config.max_tokens) + ", more 16-byte words a head than 31 bits count");
   std::vector<int32_t> order, numbers;

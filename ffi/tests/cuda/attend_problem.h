@@ -1,4 +1,5 @@
-// A problem for both forms of attend: its memory on both sides, filled so that what must not be read is NaN.
+// A problem for both forms of attend: its memory on both sides, filled so that what must not be read is NaN. (0xff bytes
+// are: those of quantized rows by their scales.)
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,11 +16,13 @@
 #include <vector>
 
 #include "clo/params.h"
+#include "cpu/quantize.h"
 #include "cuda/check.h"
 #include "cuda/flags.cuh"
 #include "cuda/kernels.h"
 #include "tests/check.h"
 #include "tests/cuda/mirror.h"
+#include "tests/quantized_rows.h"
 
 struct Shape {
   int64_t B, Ko, Kr, G, D, R, S, T, sink, C;
@@ -28,6 +31,7 @@ struct Shape {
   std::vector<int32_t> counts;  // of slots, repeated over [B, Ko]
   bool gather = false;          // no selected rows: through the slot table
   float spread = 1;             // of the queries: large ones make peaked distributions
+  clo::RowFormat format = clo::RowFormat::kPlain;  // of selected rows
 };
 
 struct Memory {
@@ -39,11 +43,12 @@ class Problem {
  public:
   explicit Problem(const Shape& s)
       : s_(s), K_(s.Ko + s.Kr), bytes_(clo::dtype_bytes(s.dtype)), row_(2 * s.D * bytes_),
-        query_(s.B * K_ * s.G * s.D * bytes_), key_(s.B * K_ * s.D * bytes_), value_(s.B * K_ * s.D * bytes_),
+        stored_(clo::row_bytes(s.D, s.dtype, s.format)), query_(s.B * K_ * s.G * s.D * bytes_),
+        key_(s.B * K_ * s.D * bytes_), value_(s.B * K_ * s.D * bytes_),
         weights_(s.Ko * s.D * s.R), mean_(s.B * s.Ko * s.D), position_(s.B), flushed_(s.B),
         resident_(s.B * s.Kr * s.S * row_), tail_(s.B * s.Ko * s.T * row_), codes_(s.B * s.Ko * s.S * s.R / 32),
-        factors_(s.B * s.Ko * s.S), selected_(s.gather ? 0 : s.B * s.Ko * s.C * row_),
-        rows_(s.gather ? s.B * s.Ko * s.S * row_ : 0), tokens_(s.B * s.Ko * s.C), counts_(s.B * s.Ko),
+        factors_(s.B * s.Ko * s.S), selected_(s.gather ? 0 : s.B * s.Ko * s.C * stored_),
+        rows_(s.gather ? s.B * s.Ko * s.S * stored_ : 0), tokens_(s.B * s.Ko * s.C), counts_(s.B * s.Ko),
         out_(s.B * K_ * s.G * s.D * bytes_), lse_(s.B * K_ * s.G), views_(3), index_(1), flags_(3), error_(1),
         counters_(1) {
     fill();
@@ -106,8 +111,9 @@ class Problem {
 
   void finish() { CLO_CUDA_CHECK(cudaStreamSynchronize(stream_)); }
 
-  // Runs the CPU kernel on the host's memory, which it changes.
-  void run_reference() {
+  // Runs the CPU kernel on the host's memory, which it changes, as often as one likes. widened: on plain rows of the
+  // numbers that quantized ones stand for, rounded to the activations' type as on the GPU.
+  void run_reference(bool widened = false) {
     clo::AttendParams p = params_;
     p.query = query_.host.data();
     p.key = key_.host.data();
@@ -123,11 +129,36 @@ class Problem {
     p.out = out_.host.data();
     p.lse = lse_.host.data();
     p.view = view(true);
+    std::vector<uint8_t> rows;
+    if (widened) {
+      rows = widen(s_.gather ? rows_.host : selected_.host);
+      (s_.gather ? p.view.host_rows : p.view.selected_rows) = rows.data();
+      p.view.format = clo::RowFormat::kPlain;
+    }
     CHECK(clo::attend(p).empty());
   }
 
-  // Compares the GPU's memory with the host's, after both have run. Returns the largest error of a head's output.
-  double compare() const {
+  // Runs the CPU kernel and compares. Returns the largest error of a head's output, of rows that are the same to both.
+  double compare_with_reference() {
+    if (s_.format == clo::RowFormat::kPlain || s_.dtype == clo::DType::kF32) {
+      run_reference();
+      return compare();
+    }
+    // The GPU rounds the elements of quantized rows to the activations' type, the CPU does not. Rows that are rounded for
+    // it, too, leave the usual difference only.
+    run_reference(true);
+    const double worst = compare();
+    // Those that are not differ by up to 2^-8 or 2^-11 an element. So does a score, as its terms' signs are random, times
+    // the size of the queries: hence a log-sum-exp by at most as much as the worst of the scores, and the output by that of
+    // the weights and that of the values.
+    run_reference();
+    compare(s_.dtype == clo::DType::kBF16 ? 0x1p-8 : 0x1p-11);
+    return worst;
+  }
+
+  // Compares the GPU's memory with the host's, after both have run. rounding: of the rows' elements, in which the two
+  // differ. Returns the largest error of a head's output.
+  double compare(double rounding = 0) const {
     CHECK(resident_.download() == resident_.host);
     CHECK(tail_.download() == tail_.host);
     CHECK(selected_.download() == selected_.host);
@@ -135,7 +166,8 @@ class Problem {
     const std::vector<uint8_t> out = out_.download();
     const std::vector<float> lse = lse_.download();
     // Scores as large as `spread` carry so much larger an absolute error into the exponents.
-    const double tolerance = s_.dtype == clo::DType::kF32 ? 1e-5 * s_.spread : 6e-3;
+    const double rounded = rounding * std::max(1.0f, s_.spread);
+    const double tolerance = (s_.dtype == clo::DType::kF32 ? 1e-5 * s_.spread : 6e-3) + 1.5 * rounded;
     double worst = 0;
     for (int64_t h = 0; h < s_.B * K_ * s_.G; ++h) {
       double difference = 0, size = 0;
@@ -150,7 +182,7 @@ class Problem {
       CHECK(error < tolerance);
       worst = std::max(worst, error);
       if (std::isinf(lse_.host[h])) CHECK(lse[h] == lse_.host[h]);
-      else CHECK(std::fabs(lse[h] - lse_.host[h]) < 2e-5 * (1 + std::fabs(lse_.host[h])));
+      else CHECK(std::fabs(lse[h] - lse_.host[h]) < 2e-5 * (1 + std::fabs(lse_.host[h])) + 1.25 * rounded);
     }
     uint8_t guard[256];
     CLO_CUDA_CHECK(cudaMemcpy(guard, static_cast<uint8_t*>(workspace_) + workspace_bytes_, 256, cudaMemcpyDeviceToHost));
@@ -205,6 +237,7 @@ class Problem {
     p.view.num_slots = s_.C;
     p.view.head_dim = s_.D;
     p.view.dtype = s_.dtype;
+    p.view.format = s_.format;
     return p;
   }
 
@@ -234,11 +267,33 @@ class Problem {
     }
   }
 
-  void poison(std::vector<uint8_t>& x, int64_t row) { std::memset(x.data() + row * row_, 0xff, row_); }
+  // Rows as the engine keeps them.
+  void randomise_stored(std::vector<uint8_t>& x) {
+    if (s_.format == clo::RowFormat::kPlain) return randomise(x);
+    const int64_t count = static_cast<int64_t>(x.size()) / stored_;
+    std::vector<uint8_t> rows(count * row_);
+    randomise(rows);
+    clo::quantize_rows(rows.data(), count, s_.D, s_.dtype, s_.format, x.data());
+  }
+
+  std::vector<uint8_t> widen(const std::vector<uint8_t>& x) const {
+    const std::vector<float> values = clo::test::dequantize(x.data(), x.size() / stored_, s_.D, s_.format);
+    std::vector<uint8_t> rows(values.size() * bytes_);
+    clo::dispatch(s_.dtype, [&](auto* tag) {
+      auto* to = reinterpret_cast<std::remove_pointer_t<decltype(tag)>*>(rows.data());
+      for (size_t i = 0; i < values.size(); ++i) clo::from_float(values[i], to + i);
+    });
+    return rows;
+  }
+
+  static void poison(std::vector<uint8_t>& x, int64_t row, int64_t bytes) {
+    std::memset(x.data() + row * bytes, 0xff, bytes);
+  }
 
   void fill() {
     randomise(query_.host, s_.spread);
-    for (auto* x : {&key_.host, &value_.host, &resident_.host, &tail_.host, &selected_.host, &rows_.host}) randomise(*x);
+    for (auto* x : {&key_.host, &value_.host, &resident_.host, &tail_.host}) randomise(*x);
+    for (auto* x : {&selected_.host, &rows_.host}) randomise_stored(*x);
     std::normal_distribution<float> normal;
     for (float& x : weights_.host) x = normal(random_);
     for (float& x : mean_.host) x = normal(random_);
@@ -251,7 +306,7 @@ class Problem {
       const int64_t p = position_.host[b] = s_.position[b % s_.position.size()];
       const int64_t f = flushed_.host[b] = s_.flushed[b % s_.flushed.size()];
       for (int64_t h = 0; h < s_.Kr; ++h)
-        for (int64_t i = p; i < s_.S; ++i) poison(resident_.host, (b * s_.Kr + h) * s_.S + i);
+        for (int64_t i = p; i < s_.S; ++i) poison(resident_.host, (b * s_.Kr + h) * s_.S + i, row_);
       for (int64_t h = 0; h < s_.Ko; ++h) fill_offloaded(b * s_.Ko + h, p, f);
     }
   }
@@ -261,7 +316,7 @@ class Problem {
     for (int64_t token = 0; token < p; ++token)
       if (token < s_.sink || token >= flushed) attended[clo::ring_index(token, s_.sink, s_.T)] = true;
     for (int64_t i = 0; i < s_.T; ++i)
-      if (!attended[i]) poison(tail_.host, head * s_.T + i);
+      if (!attended[i]) poison(tail_.host, head * s_.T + i, row_);
     const int64_t count = counts_.host[head] = s_.counts[head % s_.counts.size()];
     CHECK(count <= s_.C);
     std::vector<bool> used(s_.S);
@@ -269,10 +324,10 @@ class Problem {
       const int32_t token = static_cast<int32_t>(random_() % s_.S);
       tokens_.host[head * s_.C + i] = i < count ? token : -1;
       if (i < count) used[token] = true;
-      else if (!s_.gather) poison(selected_.host, head * s_.C + i);
+      else if (!s_.gather) poison(selected_.host, head * s_.C + i, stored_);
     }
     for (int64_t i = 0; s_.gather && i < s_.S; ++i)
-      if (!used[i]) poison(rows_.host, head * s_.S + i);
+      if (!used[i]) poison(rows_.host, head * s_.S + i, stored_);
   }
 
   // A bit may differ where its projection is zero but for rounding; a factor by one place.
@@ -297,7 +352,7 @@ class Problem {
   }
 
   const Shape s_;
-  const int64_t K_, bytes_, row_;
+  const int64_t K_, bytes_, row_, stored_;
   std::mt19937 random_{7};
   Mirror<uint8_t> query_, key_, value_;
   Mirror<float> weights_, mean_;

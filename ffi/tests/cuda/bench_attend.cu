@@ -47,14 +47,14 @@ __global__ void __launch_bounds__(512) read_all(const uint4* x, size_t n, uint32
   if (sum == 0x12345678) *out = sum;
 }
 
-// Small random bfloat16 numbers.
+// Small random bfloat16 numbers. Taken for quantized rows, their bytes are numbers, too, and small scales: none is 0x7f.
 __global__ void fill(uint16_t* x, size_t n) {
   for (size_t i = blockIdx.x * static_cast<size_t>(blockDim.x) + threadIdx.x; i < n;
        i += static_cast<size_t>(gridDim.x) * blockDim.x) {
     uint64_t h = (i + 1) * 0x9E3779B97F4A7C15ull;
     h ^= h >> 29;
     h *= 0xBF58476D1CE4E5B9ull;
-    x[i] = static_cast<uint16_t>((h >> 48 & 0x807f) | 0x3f00);
+    x[i] = static_cast<uint16_t>((h >> 48 & 0x803f) | 0x3f00);
   }
 }
 
@@ -126,6 +126,7 @@ struct Case {
   int64_t B, Kr, G, bits, tail;  // tail: rows attended beside the selected ones
   const char* goal;              // of the rate beside that of a plain read
   clo::DType dtype = clo::DType::kBF16;
+  clo::RowFormat format = clo::RowFormat::kPlain;  // of selected rows
 };
 
 double read_us(size_t bytes, int sets, int n) {
@@ -147,7 +148,8 @@ void print(const std::string& name, size_t bytes, double us, double same, double
 
 void bench(const Case& c, double stream_rate) {
   const int64_t B = c.B, Ko = kK - c.Kr, T = c.tail + 64, S = kDense, row = 2 * kD * clo::dtype_bytes(c.dtype);
-  const size_t selected = B * Ko * kSelected * row, resident = B * c.Kr * S * row, tail = B * Ko * T * row;
+  const int64_t stored = clo::row_bytes(kD, c.dtype, c.format);
+  const size_t selected = B * Ko * kSelected * stored, resident = B * c.Kr * S * row, tail = B * Ko * T * row;
   const size_t set = (selected + resident + tail + 255) / 256 * 256;
   const int sets = static_cast<int>(std::min<size_t>(16, kPool / set));
   const size_t bytes = selected + resident + B * Ko * c.tail * row;
@@ -170,6 +172,7 @@ void bench(const Case& c, double stream_rate) {
   p.view.num_slots = kSelected;
   p.view.head_dim = kD;
   p.view.dtype = p.dtype;
+  p.view.format = c.format;
   const int64_t numbers_of_call = B * kK * c.G * kD;
   auto* numbers = zeros<uint16_t>(2 * numbers_of_call);
   fill<<<64, 256, 0, stream>>>(numbers, 2 * numbers_of_call);
@@ -239,6 +242,13 @@ int main() {
       {"all heads resident", 1, 8, 5, 0, 0, ">= 0.95"},
       {"selected, float32", 1, 0, 4, 0, 0, "-", clo::DType::kF32},
       {"all heads resident, float32", 1, 8, 4, 0, 0, "-", clo::DType::kF32},
+      {"selected, int8", 1, 0, 4, 0, 0, "-", clo::DType::kBF16, clo::RowFormat::kInt8},
+      {"selected, int8", 1, 0, 5, 0, 0, "-", clo::DType::kBF16, clo::RowFormat::kInt8},
+      {"selected, int8", 4, 0, 4, 0, 0, "-", clo::DType::kBF16, clo::RowFormat::kInt8},
+      {"selected, fp8", 1, 0, 4, 0, 0, "-", clo::DType::kBF16, clo::RowFormat::kFp8},
+      {"selected, fp8", 4, 0, 4, 0, 0, "-", clo::DType::kBF16, clo::RowFormat::kFp8},
+      {"selected, tail, code, int8", 1, 0, 4, 256, 68, "-", clo::DType::kBF16, clo::RowFormat::kInt8},
+      {"2 of 8 heads resident, int8", 1, 2, 4, 0, 0, "-", clo::DType::kBF16, clo::RowFormat::kInt8},
   };
   for (const Case& c : cases) bench(c, stream_rate);
 }

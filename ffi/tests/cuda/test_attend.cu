@@ -19,9 +19,13 @@
 namespace {
 
 using clo::DType;
+using clo::RowFormat;
+
+constexpr DType kTypes[] = {DType::kF32, DType::kBF16, DType::kF16};
+constexpr RowFormat kFormats[] = {RowFormat::kPlain, RowFormat::kInt8, RowFormat::kFp8};
 
 int cases = 0;
-double worst[3] = {0, 0, 0};  // by dtype
+double worst[3][3] = {};  // by format and dtype
 
 // The GPU twice, for the same bits, then the CPU. The second time the workspace is full of numbers, 0.75 each, that would
 // do as an earlier call's partial results.
@@ -35,26 +39,28 @@ void check(const Shape& shape) {
   problem.launch();
   problem.finish();
   CHECK(problem.output() == out && std::memcmp(problem.lse().data(), lse.data(), lse.size() * 4) == 0);
-  problem.run_reference();
-  double& most = worst[static_cast<int>(shape.dtype)];
-  most = std::max(most, problem.compare());
+  double& most = worst[static_cast<int>(shape.format)][static_cast<int>(shape.dtype)];
+  most = std::max(most, problem.compare_with_reference());
   ++cases;
 }
 
 // Three sequences of different lengths: sinks only, a ring that has wrapped, everything flushed.
-Shape mixed(int64_t G, int64_t D, DType dtype) {
-  return {3,  3,  2,  G, D, 64 * (1 + G % 4), 700, 48, 4, 300, dtype, {2, 399, 699}, {0, 371, 700},
-          {0, 1, 300, 17, 16, 129, 64, 63, 299}};
+Shape mixed(int64_t G, int64_t D, DType dtype, RowFormat format = RowFormat::kPlain) {
+  Shape s = {3,  3,  2,  G, D, 64 * (1 + G % 4), 700, 48, 4, 300, dtype, {2, 399, 699}, {0, 371, 700},
+             {0, 1, 300, 17, 16, 129, 64, 63, 299}};
+  s.format = format;
+  return s;
 }
 
-void test_every_group_head_dim_and_dtype() {
-  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16})
-    for (const int64_t D : {64, 80, 96, 128, 256})
-      for (int64_t G = 1; G <= 8; ++G) check(mixed(G, D, dtype));
+void test_every_group_head_dim_dtype_and_format() {
+  for (const RowFormat format : kFormats)
+    for (const DType dtype : kTypes)
+      for (const int64_t D : {64, 80, 96, 128, 256})
+        for (int64_t G = 1; G <= 8; ++G) check(mixed(G, D, dtype, format));
 }
 
 void test_layers_of_one_kind() {
-  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+  for (const DType dtype : kTypes) {
     Shape s = mixed(4, 128, dtype);
     s.Kr = 0;
     check(s);
@@ -67,12 +73,13 @@ void test_layers_of_one_kind() {
 }
 
 void test_gathered_rows() {
-  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16})
-    for (const int64_t D : {64, 80, 128, 256}) {
-      Shape s = mixed(4, D, dtype);
-      s.gather = true;
-      check(s);
-    }
+  for (const RowFormat format : kFormats)
+    for (const DType dtype : kTypes)
+      for (const int64_t D : {64, 80, 128, 256}) {
+        Shape s = mixed(4, D, dtype, format);
+        s.gather = true;
+        check(s);
+      }
 }
 
 // Every residue of the ring and of the unit, with and without sinks, and the first tokens of a sequence.
@@ -91,16 +98,36 @@ void test_tails() {
 }
 
 void test_peaked_scores() {
-  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+  for (const DType dtype : kTypes) {
     Shape s = mixed(4, 128, dtype);
     s.spread = 30;
     check(s);
   }
 }
 
+// Every number of rows in the last unit, plain and quantized units in turn, and none of either.
+void test_counts_of_quantized_rows() {
+  for (const RowFormat format : {RowFormat::kInt8, RowFormat::kFp8})
+    for (const DType dtype : kTypes)
+      for (const int64_t D : {64, 80, 128})
+        for (int32_t count = 0; count < 34; count += 11) {
+          Shape s = mixed(4, D, dtype, format);
+          s.S = 128;
+          s.C = 48;
+          s.position = {2, 99, 127};
+          s.flushed = {0, 71, 128};
+          s.counts.clear();
+          for (int32_t i = 0; i < 11; ++i) s.counts.push_back(count + i);  // 11 and 9 heads have no common divisor
+          check(s);
+          s.Kr = 0;
+          s.counts.assign(1, count);
+          check(s);
+        }
+}
+
 // Many heads in a block, many blocks on a head, and ranges that are cut anywhere.
 void test_balance() {
-  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+  for (const DType dtype : kTypes) {
     Shape s = mixed(4, 128, dtype);
     s.B = 40;
     check(s);
@@ -118,6 +145,9 @@ void test_balance() {
     check(s);
     s.Ko = 8;
     s.counts = {13107, 0, 5000, 17, 20000, 1, 16, 12000};
+    check(s);
+    if (dtype == DType::kF32) continue;
+    s.format = dtype == DType::kBF16 ? RowFormat::kInt8 : RowFormat::kFp8;
     check(s);
   }
 }
@@ -166,8 +196,9 @@ __global__ void ask(clo::cuda::LayerFlags* flags, uint32_t sequence) { flags->po
 
 // The selected rows are NaN until another stream, some time after the launch, has brought them.
 void test_waits_for_the_transfer() {
-  for (const int64_t D : {128, 256}) {
-    Problem problem(mixed(4, D, DType::kBF16));
+  for (const Shape& shape : {mixed(4, 128, DType::kBF16), mixed(4, 256, DType::kBF16),
+                             mixed(4, 128, DType::kBF16, RowFormat::kInt8), mixed(4, 256, DType::kF32, RowFormat::kFp8)}) {
+    Problem problem(shape);
     Mirror<uint8_t> source(problem.selected().host.size());
     source.host = problem.selected().host;
     source.upload();
@@ -183,8 +214,7 @@ void test_waits_for_the_transfer() {
     problem.finish();
     CLO_CUDA_CHECK(cudaStreamSynchronize(other));
     CHECK(problem.error() == 0 && problem.waited_ns() > 1'000'000);
-    problem.run_reference();
-    problem.compare();
+    problem.compare_with_reference();
     cudaStreamDestroy(other);
   }
 }
@@ -222,11 +252,12 @@ __global__ void produce(const Late* late, int count, clo::cuda::LayerFlags* flag
 
 // Before the kernel in front of it is over, attend finds one of its operands, all of them, or its selected rows wrong.
 void test_starts_before_its_operands_are_there() {
-  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16})
+  for (const Shape& shape : {mixed(4, 128, DType::kF32), mixed(4, 128, DType::kBF16), mixed(4, 128, DType::kF16),
+                             mixed(4, 128, DType::kBF16, RowFormat::kInt8)})
     for (const int wrong : {0xff, 0}) {
-      const size_t operands = Problem(mixed(4, 128, dtype)).operands().size();
+      const size_t operands = Problem(shape).operands().size();
       for (size_t which = 0; which <= operands + 1; ++which) {
-        Problem problem(mixed(4, 128, dtype));
+        Problem problem(shape);
         std::vector<Memory> memories = problem.operands();
         memories.push_back(Problem::memory(problem.selected()));
         if (which < memories.size()) memories = {memories[which]};
@@ -247,8 +278,7 @@ void test_starts_before_its_operands_are_there() {
         problem.launch(true, 1'000'000'000);
         problem.finish();
         CHECK(problem.error() == 0);
-        problem.run_reference();
-        problem.compare();
+        problem.compare_with_reference();
         for (const Late& l : late) cudaFree(const_cast<uint8_t*>(l.from));
       }
     }
@@ -281,20 +311,23 @@ void test_replays_inside_of_another_graph() {
 // With "small": a few small cases, for the sanitizers, which serialise kernels that wait for each other.
 int main(int argc, char** argv) {
   if (argc > 1 && std::string(argv[1]) == "small") {
-    for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16})
+    for (const DType dtype : kTypes)
       for (const int64_t D : {80, 128, 256}) {
         Shape s = mixed(D == 80 ? 5 : 4, D, dtype);
         s.gather = D == 256;
+        check(s);
+        s.format = dtype == DType::kBF16 ? RowFormat::kFp8 : RowFormat::kInt8;
         check(s);
       }
     std::printf("attend: %d small cases\n", cases);
     return 0;
   }
-  test_every_group_head_dim_and_dtype();
+  test_every_group_head_dim_dtype_and_format();
   test_layers_of_one_kind();
   test_gathered_rows();
   test_tails();
   test_peaked_scores();
+  test_counts_of_quantized_rows();
   test_balance();
   test_a_position_out_of_range_gives_nan_and_writes_nothing();
   test_a_layer_out_of_range_gives_nan_where_heads_are_offloaded();
@@ -302,6 +335,11 @@ int main(int argc, char** argv) {
   test_a_transfer_that_never_comes_ends_in_the_error_word();
   test_starts_before_its_operands_are_there();
   test_replays_inside_of_another_graph();
-  std::printf("attend: %d cases, largest head error float32 %.1e, bfloat16 %.1e, float16 %.1e\n", cases, worst[0], worst[1],
-              worst[2]);
+  std::printf("attend: %d cases, largest head error", cases);
+  for (const RowFormat format : kFormats) {
+    const double* const of = worst[static_cast<int>(format)];
+    const char* const names[] = {"plain", "int8", "fp8"};
+    std::printf("; %s rows: float32 %.1e, bfloat16 %.1e, float16 %.1e", names[static_cast<int>(format)], of[0], of[1], of[2]);
+  }
+  std::puts("");
 }
