@@ -22,8 +22,9 @@ place of the row that was fetched least often. A prompt longer than the pool lea
 
 Where things are. Device: partial keys [S, r] and the fetched rows [k, 2, D] of each KV head. Host: all rows. Each step
 and layer moves one new row per head to the host (with the next fetch) and at most k rows per head to the device. The
-device speculates; the CPU gathers; the program waits for the CPU. The first `full_layers` layers (1: nothing is there
-to speculate from) stay on the device and are attended to in full.
+device speculates; the CPU gathers; the program waits for the CPU. The first `full_layers` layers stay on the device and
+are attended to in full: 2, in the original as in the port, because what enters the first layer tells nothing of the
+second one's queries.
 
 What differs from the original.
 - A is made from the prompt at hand during its prefill (from up to `sample_queries` of its queries, evenly spaced), not

@@ -36,6 +36,11 @@ def test_hundreds_of_new_tokens_enter_the_partial_cache_and_the_host():
     assert m.rows_offloaded == K * (50 + 298)  # the last row waits for a fetch that does not come
 
 
+def test_nothing_is_speculated_from_what_enters_the_first_layer():
+    with rivals.rival(tiny.LLAMA, InfiniGenConfig(), 1, 64) as (policy, _):
+        assert [policy.layout.offloaded(layer) for layer in range(3)] == [(), (), (0, 1)]
+
+
 def test_planted_key_is_attended():
     config = InfiniGenConfig(sparsity=0.05, full_layers=0)
     with rivals.rival(tiny.LLAMA, config, 2, 128) as (policy, _):
