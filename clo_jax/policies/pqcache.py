@@ -24,9 +24,9 @@ of the best as the cache has blocks are inserted in that order under a least-fre
 are copied whole.
 
 Where things are. Device: codes, centroids, sink and recent rows, the block cache; the fetched rows, in one buffer that
-the layers fill in turn. Host: the rows of all tokens that are neither sink nor recent, and the tables of the cache. Each step and layer moves indices to the host
-and waits, then the missing rows and the new blocks to the device, and a row per head that left the window to the host.
-The device selects, the CPU decides what is in the cache and gathers.
+the layers fill in turn. Host: the rows of all tokens that are neither sink nor recent, and the tables of the cache.
+Each step and layer moves indices to the host and waits, then the missing rows and the new blocks to the device, and a
+row per head that left the window to the host. The device selects, the CPU decides what is in the cache and gathers.
 
 What differs from the original.
 - Sizes follow the context as it grows; there they are fixed by the prompt. At the end of a prompt they are the same,
