@@ -77,7 +77,6 @@ class PQCachePolicy(HostPolicy):
     config: PQCacheConfig
     rows: int
     name = "pqcache"
-    sampled_queries = 0
 
     @staticmethod
     def geometry(model: ModelConfig, config: PQCacheConfig, batch: int, max_tokens: int, dtype: str) -> RivalLayout:

@@ -79,7 +79,6 @@ class RetroInferPolicy(HostPolicy):
     config: RetroInferConfig
     rows: int
     name = "retroinfer"
-    sampled_queries = 0
 
     @staticmethod
     def geometry(model: ModelConfig, config: RetroInferConfig, batch: int, max_tokens: int, dtype: str) -> RivalLayout:
