@@ -83,6 +83,15 @@ def test_all_channels_keep_every_score():
     np.testing.assert_allclose(got, want, atol=1e-4)
 
 
+def test_all_channels_and_the_exact_query_select_the_true_top():
+    with rivals.rival(tiny.LLAMA, InfiniGenConfig(partial_ratio=1.0, full_layers=0), 2, 128) as (policy, rows):
+        state, shared, query, k, v, keys = rivals.noise(policy, 90, 128)
+        at = rivals.Position(jnp.full((2,), 90, jnp.int32), jnp.ones((2,), bool))
+        rivals.step(policy, 0, {}, query, k, v, at, state, shared)[0].block_until_ready()
+        found = [[sorted(head.tolist()) for head in heads] for heads in rows.selected(0)]
+    assert found == rivals.heaviest(query, keys, 0, 90, 9)
+
+
 def test_alpha_counts_what_comes_near_the_maximum():
     score = jnp.array([[[[5.0, 4.5, 1.0, -jnp.inf], [0.0, -0.5, -0.6, -0.9]]]])
     assert infinigen.num_above(score, 1.0).tolist() == [3]  # 2 and 4
