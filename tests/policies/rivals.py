@@ -137,8 +137,8 @@ def planted(policy, needle: int, length: int, bucket: int, steps: int = 1, seed:
 
 
 def noise(policy, length: int, bucket: int, seed: int = 0):
-    """One layer of noise for a policy that keeps all layers: its state, and the shared one, after a prompt of `length`
-    tokens (a sequence); then a decode step's query [B, H, D], key and value [B, K, D]. Also the keys [B, K, bucket, D]."""
+    """One layer of noise for a policy that keeps no layer in full: its state, and the shared one, after prompts of
+    `length` tokens; a decode step's query [B, H, D], key and value [B, K, D]; the prompts' keys [B, K, bucket, D]."""
     lay = policy.layout
     B, K, D, H = lay.batch, lay.num_kv_heads, lay.head_dim, lay.num_kv_heads * lay.full.group
     rng = np.random.default_rng(seed)
