@@ -34,7 +34,7 @@ class InfiniGenConfig:
     partial_ratio: float = 0.25  # share of the channels that the partial keys keep: 32 of 128
     alpha: float | None = None  # fetch what scores above the maximum minus alpha, within the budget; None: all of it
     skew: bool = True  # rotate keys and queries, so that few channels carry much
-    full_layers: int = 1  # first layers that stay on the device
+    full_layers: int = 2  # first layers that stay on the device
     pool_tokens: int | None = None  # rows per head that the host keeps; None: all
     sample_queries: int = 256  # of a prompt, that choose the channels
 

@@ -21,7 +21,7 @@ from clo_jax.bench import report
 from clo_jax.cache import calibration
 from clo_jax.checkpoints import read_info
 from clo_jax.config import CloConfig, GuessFrom
-from clo_jax.eval import intervals, runner
+from clo_jax.eval import intervals, runner, summary
 from clo_jax.eval.answers import Answer, Key
 from clo_jax.eval.ruler import TASKS
 from clo_jax.eval.samples import GeneratedTask
@@ -144,7 +144,9 @@ def rows(cells: Sequence[Cell], full: Answers, found: Mapping[str, tuple[Way, An
             more = {
                 "interval": interval, "loss": loss, "loss_interval": of_loss, "samples": way.samples,
                 "tasks": {f"{task} {length}": float(answers.scores[length, task].mean()) for length, task in here},
-            } | costs([answer for cell in here for answer in answers.given[cell]])  # fmt: skip
+            }  # fmt: skip
+            cost = summary.costs([answer for cell in here for answer in answers.given[cell]])._asdict()
+            more |= {"rows_moved_a_step": cost.pop("rows_moved")} | cost
             where = f"{part} tokens" if part else "all lengths"
             made.append(report.Row(f"score, {name}, {where}", value, "points", "full", control, more=more))
         loss, interval = lost(full.scores, answers.scores, cells)
@@ -167,19 +169,6 @@ def comparisons(cells: Sequence[Cell], found: Mapping[str, tuple[Way, Answers]])
             goal = goal if sparsity == SPARSITIES[0] else None
             made.append(report.Row(f"{rival} less clo, {share}", value, "points", goal=goal, more=interval))
     return made
-
-
-def costs(answers: Sequence[Answer]) -> dict[str, float | None]:
-    """Means over answers of what the policy counts."""
-
-    def of(name: str) -> float | None:
-        values = [getattr(answer, name) for answer in answers if getattr(answer, name) is not None]
-        return sum(values) / len(values) if values else None
-
-    steps = sum(max(answer.new_tokens - 1, 0) for answer in answers)
-    moved = [answer.rows_moved for answer in answers]
-    found = {name: of(name) for name in ("hit_rate", "selected", "attended")}
-    return found | {"rows_moved_a_step": None if None in moved or not steps else sum(moved) / steps}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -4,16 +4,15 @@ the control that attends to nothing."""
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from clo_jax.bench.subject import RANDOM
 from clo_jax.cache.layout import CacheLayout
-from clo_jax.config import GuessFrom
 from clo_jax.generate import JITTED
-from clo_jax.policies.base import LayerState, Position, Prefilled, Shared, Tables
+from clo_jax.policies.base import LayerState, Position, Prefilled, Shared, Tables, Unprepared
 from clo_jax.session import Session
 
 
@@ -66,32 +65,19 @@ def random_prompt(shape: tuple[int, int, int, int, int], samples: int, dtype: jn
 
 
 @dataclasses.dataclass(frozen=True)
-class WeightsOnlyPolicy:
+class WeightsOnlyPolicy(Unprepared):
     """Keeps nothing and attends to nothing but the token itself: what is left of a step are its matrix products."""
 
     layout: CacheLayout
     name = "weights only"
-    sampled_queries = 0
-    guess_from: ClassVar[GuessFrom] = "input"
-
-    def tables(self) -> tuple[Tables, ...]:
-        return ({},) * self.layout.num_layers
 
     def layer_kind(self, layer: int) -> str:
         return "nothing"
-
-    def allocate(self) -> Shared:
-        return {"token": jnp.zeros((1,), jnp.uint32)}
 
     def absorb(
         self, kind: str, tables: Tables, prompt: Prefilled, layer: jax.Array, shared: Shared
     ) -> tuple[LayerState, Shared]:
         return {}, shared
-
-    def prefetch(
-        self, layer: int, tables: Tables, query: jax.Array, at: Position, state: LayerState, shared: Shared
-    ) -> tuple[LayerState, Shared]:
-        return state, shared
 
     def attend(
         self, layer: int, tables: Tables, q: jax.Array, k: jax.Array, v: jax.Array, at: Position, state: LayerState,

@@ -1,8 +1,8 @@
 """What a run's answers say: scores of tasks, means, losses against full attention, what was moved and read."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,13 +24,35 @@ class Score:
     empty: int = 0
 
 
+class Costs(NamedTuple):
+    """Of some answers; None where the policy does not count it. `hit_rate`: mean over all decode steps, of which those
+    of one length look up about as much. `rows_moved`: for each decode step of one sequence. `selected`, `attended`:
+    means over answers."""
+
+    hit_rate: float | None
+    rows_moved: float | None
+    selected: float | None
+    attended: float | None
+
+
+def costs(answers: Sequence[Answer]) -> Costs:
+    """What a policy moved and read for its answers."""
+    steps = sum(max(answer.new_tokens - 1, 0) for answer in answers)
+    moved = [answer.rows_moved for answer in answers]
+    return Costs(
+        hit_rate=_weighted((a.hit_rate, a.new_tokens - 1) for a in answers),
+        rows_moved=None if None in moved or not steps else sum(moved) / steps,
+        selected=_weighted((a.selected, 1) for a in answers),
+        attended=_weighted((a.attended, 1) for a in answers),
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Summary:
     """One variant at one length. `mean`: over tasks of their scores. `loss`: of full attention's mean less this one, on
-    the same samples; positive where this is worse; None for full attention itself. `rows_moved`: for each decode step
-    of one sequence. `recall`, `mass_kept`: over heads, layers and steps of the samples that they are measured along
-    (`eval.selection`); None where they are not. The other figures are means over answers, None where the policy does
-    not count them."""
+    the same samples; positive where this is worse; None for full attention itself. `recall`, `mass_kept`: over heads,
+    layers and steps of the samples that they are measured along (`eval.selection`); None where they are not. The other
+    figures are `Costs`."""
 
     variant: str
     attention: str
@@ -77,8 +99,6 @@ def _summary(
     control: Mapping[str, np.ndarray], kept: list[Kept],
 ) -> Summary:  # fmt: skip
     every = [answer for given in answers.values() for answer in given]
-    steps = sum(max(answer.new_tokens - 1, 0) for answer in every)
-    moved = [answer.rows_moved for answer in every]
     empty = {task: sum(not metrics.clean(answer.text) for answer in given) for task, given in answers.items()}
     return Summary(
         variant.name, variant.attention, variant.sparsity, length,
@@ -88,10 +108,7 @@ def _summary(
         },
         mean=_mean(scores, sum(empty.values())),
         loss=None if variant.attention == "full" else _mean({task: control[task] - scores[task] for task in scores}),
-        hit_rate=_weighted((a.hit_rate, a.new_tokens - 1) for a in every),
-        rows_moved=None if None in moved or not steps else sum(moved) / steps,
-        selected=_weighted((a.selected, 1) for a in every),
-        attended=_weighted((a.attended, 1) for a in every),
+        **costs(every)._asdict(),
         recall=_weighted((k.recall, k.steps) for k in kept),
         mass_kept=_weighted((k.mass, k.steps) for k in kept),
     )  # fmt: skip

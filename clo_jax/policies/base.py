@@ -9,9 +9,10 @@ A policy object holds only static facts (it is a static argument of jitted funct
 from step to step) and in the tables (constants of the run).
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from clo_jax.config import GuessFrom
 
@@ -63,3 +64,23 @@ class Policy(Protocol):
         self, layer: int, tables: Tables, q: jax.Array, k: jax.Array, v: jax.Array, at: Position, state: LayerState,
         shared: Shared,
     ) -> tuple[jax.Array, LayerState, Shared]: ...  # fmt: skip
+
+
+class Unprepared:
+    """What a policy has that prepares nothing: no constants, no state of all layers but the token that host effects are
+    ordered by, and nothing that it does one layer ahead."""
+
+    layout: Any  # knows how many layers there are
+    sampled_queries: ClassVar[int] = 0
+    guess_from: ClassVar[GuessFrom] = "input"
+
+    def tables(self) -> tuple[Tables, ...]:
+        return ({},) * self.layout.num_layers
+
+    def allocate(self) -> Shared:
+        return {"token": jnp.zeros((1,), jnp.uint32)}
+
+    def prefetch(
+        self, layer: int, tables: Tables, query: jax.Array, at: Position, state: LayerState, shared: Shared
+    ) -> tuple[LayerState, Shared]:
+        return state, shared

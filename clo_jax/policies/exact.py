@@ -20,15 +20,14 @@ k, it may keep more than k rows, and layer 0 is resident. It bounds CLO's retrie
 """
 
 import dataclasses
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clo_jax.config import GuessFrom, ModelConfig
+from clo_jax.config import ModelConfig
 from clo_jax.policies import dense
-from clo_jax.policies.base import LayerState, Position, Prefilled, Shared, Tables
+from clo_jax.policies.base import LayerState, Position, Prefilled, Shared, Tables, Unprepared
 from clo_jax.policies.full import pad_tokens
 from clo_jax.policies.geometry import RivalLayout
 from clo_jax.policies.rival import Reads
@@ -36,7 +35,7 @@ from clo_jax.rivals import ExactConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class ExactPolicy:
+class ExactPolicy(Unprepared):
     """See the module docstring. State of a layer: rows [B, K, S, 2, D]; with `track` also what the last step selected,
     [B, K, n] int32, -1 beyond the count."""
 
@@ -44,8 +43,6 @@ class ExactPolicy:
     config: ExactConfig
     track: bool = False
     name = "exact"
-    sampled_queries = 0
-    guess_from: ClassVar[GuessFrom] = "input"
     retriever_name = "exact query, exact keys"
 
     @staticmethod
@@ -65,14 +62,8 @@ class ExactPolicy:
         count = np.minimum(count, self.most)
         return Reads(count, count)
 
-    def tables(self) -> tuple[Tables, ...]:
-        return ({},) * self.layout.num_layers
-
     def layer_kind(self, layer: int) -> str:
         return "selected"
-
-    def allocate(self) -> Shared:
-        return {"token": jnp.zeros((1,), jnp.uint32)}
 
     def absorb(
         self, kind: str, tables: Tables, prompt: Prefilled, layer: jax.Array, shared: Shared
@@ -80,11 +71,6 @@ class ExactPolicy:
         state = {"resident": pad_tokens(prompt.rows, self.layout.max_tokens)}
         if self.track:
             state["selected"] = jnp.full((*prompt.rows.shape[:2], self.most), -1, jnp.int32)
-        return state, shared
-
-    def prefetch(
-        self, layer: int, tables: Tables, query: jax.Array, at: Position, state: LayerState, shared: Shared
-    ) -> tuple[LayerState, Shared]:
         return state, shared
 
     def attend(

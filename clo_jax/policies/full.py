@@ -1,44 +1,29 @@
 """Full attention: every KV head resident. The control that every other policy is compared with."""
 
 import dataclasses
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from clo_jax.cache.layout import CacheLayout
-from clo_jax.config import GuessFrom
 from clo_jax.ops.attend import attend
-from clo_jax.policies.base import LayerState, Position, Prefilled, Shared, Tables
+from clo_jax.policies.base import LayerState, Position, Prefilled, Shared, Tables, Unprepared
 
 
 @dataclasses.dataclass(frozen=True)
-class FullPolicy:
+class FullPolicy(Unprepared):
     """All rows on the device, read by every head at every step."""
 
     layout: CacheLayout
     name = "full"
-    sampled_queries = 0
-    guess_from: ClassVar[GuessFrom] = "input"
-
-    def tables(self) -> tuple[Tables, ...]:
-        return ({},) * self.layout.num_layers
 
     def layer_kind(self, layer: int) -> str:
         return "resident"
-
-    def allocate(self) -> Shared:
-        return {"token": jnp.zeros((1,), jnp.uint32)}
 
     def absorb(
         self, kind: str, tables: Tables, prompt: Prefilled, layer: jax.Array, shared: Shared
     ) -> tuple[LayerState, Shared]:
         return {"resident": pad_tokens(prompt.rows, self.layout.max_tokens)}, shared
-
-    def prefetch(
-        self, layer: int, tables: Tables, query: jax.Array, at: Position, state: LayerState, shared: Shared
-    ) -> tuple[LayerState, Shared]:
-        return state, shared
 
     def attend(
         self, layer: int, tables: Tables, q: jax.Array, k: jax.Array, v: jax.Array, at: Position, state: LayerState,

@@ -65,11 +65,14 @@ class RivalLayout:
         """KV heads, of all sequences and layers, that are the policy's own."""
         return self.batch * self.num_kv_heads * (self.num_layers - self.full_layers)
 
-    def with_bytes(self, parts: dict[str, int], host: int) -> "RivalLayout":
-        """The same with the bytes per own head that `parts` and `host` give."""
-        return dataclasses.replace(
-            self, parts=tuple((name, n * self.own_heads) for name, n in parts.items()), host=host * self.own_heads
-        )
+    def with_bytes(self, parts: dict[str, int], host: int, in_turn: dict[str, int] | None = None) -> "RivalLayout":
+        """The same with the bytes per own head that `parts` and `host` give, and those of the buffers `in_turn`, which
+        all layers use one after the other, so that they are there once, for the heads of one layer."""
+        own_layers = self.num_layers - self.full_layers
+        of_one = self.own_heads // own_layers if own_layers else 0
+        found = [(name, n * self.own_heads) for name, n in parts.items()]
+        found += [(name, n * of_one) for name, n in (in_turn or {}).items()]
+        return dataclasses.replace(self, parts=tuple(found), host=host * self.own_heads)
 
     def offloaded(self, layer: int) -> tuple[int, ...]:
         """KV heads of a layer whose rows are in host memory."""

@@ -22,20 +22,22 @@ place of the row that was fetched least often. A prompt longer than the pool lea
 
 Where things are. Device: partial keys [S, r] and the fetched rows [k, 2, D] of each KV head. Host: all rows. Each step
 and layer moves one new row per head to the host (with the next fetch) and at most k rows per head to the device. The
-device speculates; the CPU gathers; the program waits for the CPU. The first `full_layers` layers (1: nothing is there
-to speculate from) stay on the device and are attended to in full.
+device speculates; the CPU gathers; the program waits for the CPU. The first `full_layers` layers stay on the device and
+are attended to in full: 2, in the original as in the port, because what enters the first layer tells nothing of the
+second one's queries.
 
 What differs from the original.
 - A is made from the prompt at hand during its prefill (from up to `sample_queries` of its queries, evenly spaced), not
   offline from a sample text. It fits the prompt at least as well, needs no preparation, and is different for each
-  prompt. Columns are chosen by Σ|q'|, as in the original, whatever their order, so the keys' singular values, which
-  only order them there, have no say.
+  prompt. Columns are chosen by Σ|q'|, as in the original's system, whatever their order, so the keys' singular values,
+  which only order them there, have no say. (Its accuracy scripts for Llama add as many by Σ|k'|, from a sample text.)
 - A is one per KV head, from the queries of its whole group, so that the group shares a partial key cache. (The original
   speaks of models with one KV head per query head.)
 - The guess is the query projection of layer l, with its own norm, of the residual stream that enters layer l - 1, as
-  in CLO's paper; the original multiplies the input of layer l - 1's attention with a partial W_Q. The projection is
-  computed whole and cut afterwards: the same numbers, more multiplications.
+  in CLO's paper; the original, and the port, multiply the input of layer l - 1's attention, after that layer's norm.
+  (`docs/policies.md`: the same, measured.) The projection is computed whole and cut afterwards: more multiplications.
 - n is the mean over the heads of one sequence, not over the batch, so that sequences do not depend on their neighbours.
+- Every layer has fetched rows of its own on the device; there they go once they have been attended to.
 - The pool's counters are wide enough never to be halved. A row that replaces another starts with one use more than that
   one had, so that it is not the next to go.
 - Gathering is NumPy's, on one thread per program, and does not run beside the layer before: see `policies.host_rows`

@@ -23,10 +23,10 @@ staging buffer and copied. Then the blocks are ranked by how many selected token
 of the best as the cache has blocks are inserted in that order under a least-frequently-used rule; blocks that are new
 are copied whole.
 
-Where things are. Device: codes, centroids, sink and recent rows, the block cache, the fetched rows. Host: the rows of
-all tokens that are neither sink nor recent, and the tables of the cache. Each step and layer moves indices to the host
-and waits, then the missing rows and the new blocks to the device, and a row per head that left the window to the host.
-The device selects, the CPU decides what is in the cache and gathers.
+Where things are. Device: codes, centroids, sink and recent rows, the block cache; the fetched rows, in one buffer that
+the layers fill in turn. Host: the rows of all tokens that are neither sink nor recent, and the tables of the cache.
+Each step and layer moves indices to the host and waits, then the missing rows and the new blocks to the device, and a
+row per head that left the window to the host. The device selects, the CPU decides what is in the cache and gathers.
 
 What differs from the original.
 - Sizes follow the context as it grows; there they are fixed by the prompt. At the end of a prompt they are the same,
@@ -77,7 +77,6 @@ class PQCachePolicy(HostPolicy):
     config: PQCacheConfig
     rows: int
     name = "pqcache"
-    sampled_queries = 0
 
     @staticmethod
     def geometry(model: ModelConfig, config: PQCacheConfig, batch: int, max_tokens: int, dtype: str) -> RivalLayout:
@@ -97,9 +96,8 @@ class PQCachePolicy(HostPolicy):
             "centroids": 4 * 2**config.code_bits * model.head_dim,
             "sink and recent rows": policy.kept * row,
             "cached blocks": policy.blocks * config.block_tokens * row,
-            "fetched rows": policy.most * row,
         }
-        return layout.with_bytes(parts, max_tokens * row)
+        return layout.with_bytes(parts, max_tokens * row, {"fetched rows": policy.most * row})
 
     @staticmethod
     def keeper(layout: RivalLayout, config: PQCacheConfig) -> BlockRows:

@@ -28,9 +28,10 @@ and from the rows that the host sends. Afterwards the missed clusters are admitt
 evicted, least recently used first. The cache holds `cache_ratio` of all clusters, or, if that is 0, three times as many
 as are retrieved; in rows, as many as clusters of mean size have.
 
-Where things are. Device: centroids, sizes, value sums, steady zone, the cluster cache, the execution buffer. Host: all
-rows of clusters, the lists. Each step and layer moves cluster numbers to the host and waits, then the missed rows to
-the device. The device ranks, the CPU decides what is cached and gathers.
+Where things are. Device: centroids, sizes, value sums, steady zone, the cluster cache; one execution buffer, which the
+layers fill in turn, as in the original. Host: all rows of clusters, the lists. Each step and layer moves cluster
+numbers to the host and waits, then the missed rows to the device. The device ranks, the CPU decides what is cached and
+gathers.
 
 What differs from the original.
 - There the GPU reads missed rows from pinned host memory by itself, once the CPU has said which; here the CPU gathers
@@ -39,7 +40,8 @@ What differs from the original.
 - Segments follow the number of tokens that are clustered, each sequence on its own; the number of centroids is not
   rounded to multiples that a kernel wants; a centroid that no key belongs to in an iteration stays.
 - The execution buffer holds max(`buffer_clusters`, 4 times the retrieved) clusters of mean size, at most the context.
-  There more than that is an error. Here the clusters that do not fit are estimated.
+  There more than that is an error. Here the clusters that do not fit are estimated. There it also takes a copy of the
+  steady zone at every step; here attention reads that zone where it is.
 - The numbers of retrieved and estimated clusters grow with the index; there they stay as for the prompt.
 - Index and estimation are in float32.
 """
@@ -77,7 +79,6 @@ class RetroInferPolicy(HostPolicy):
     config: RetroInferConfig
     rows: int
     name = "retroinfer"
-    sampled_queries = 0
 
     @staticmethod
     def geometry(model: ModelConfig, config: RetroInferConfig, batch: int, max_tokens: int, dtype: str) -> RivalLayout:
@@ -88,9 +89,8 @@ class RetroInferPolicy(HostPolicy):
             "centroids and value sums": policy.room * 4 * (2 * model.head_dim + 1),
             "steady rows": policy.steady * row,
             "cached clusters": policy.pages * config.page_tokens * row,
-            "execution buffer": policy.buffer * row,
         }
-        return layout.with_bytes(parts, max_tokens * row)
+        return layout.with_bytes(parts, max_tokens * row, {"execution buffer": policy.buffer * row})
 
     @staticmethod
     def keeper(layout: RivalLayout, config: RetroInferConfig) -> ClusterRows:

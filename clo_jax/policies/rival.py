@@ -1,14 +1,12 @@
 """What the policies that CLO is compared with have in common: first layers that stay on the device and are attended to
 in full, nothing that is the same for all steps, and an account of the rows that a step reads."""
 
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from clo_jax.config import GuessFrom
-from clo_jax.policies.base import LayerState, Position, Prefilled, Shared, Tables
+from clo_jax.policies.base import LayerState, Position, Prefilled, Shared, Tables, Unprepared
 from clo_jax.policies.full import FullPolicy
 from clo_jax.policies.geometry import RivalLayout
 
@@ -34,21 +32,14 @@ class Always(NamedTuple):
         return np.minimum(self.sink, cached + 1) + np.maximum(cached + 1 - self.begin, 0)
 
 
-class HostPolicy:
+class HostPolicy(Unprepared):
     """A policy with rows in host memory. A subclass says what happens in its own layers: `absorb_own`, `prefetch_own`
     (nothing, unless it speculates), `attend_own`; the arguments are those of `policies.base.Policy`."""
 
     layout: RivalLayout
-    guess_from: ClassVar[GuessFrom] = "input"
-
-    def tables(self) -> tuple[Tables, ...]:
-        return ({},) * self.layout.num_layers
 
     def layer_kind(self, layer: int) -> str:
         return "resident" if layer < self.layout.full_layers else "offloaded"
-
-    def allocate(self) -> Shared:
-        return {"token": jnp.zeros((1,), jnp.uint32)}
 
     def absorb(
         self, kind: str, tables: Tables, prompt: Prefilled, layer: jax.Array, shared: Shared

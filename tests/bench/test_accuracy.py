@@ -73,6 +73,14 @@ def test_costs_are_of_a_decode_step(planted):
     assert row["rows_moved_a_step"] == 2 and row["hit_rate"] == 0.5 and row["selected"] == 0.1
 
 
+def test_hit_rates_count_by_decode_steps():
+    key, points = Key("any", "", *ABLE, 0), {ABLE: np.array([100.0, 100.0])}
+    answers = [Answer(key, "text", 2, "stop", 0.0, 30, 0.1, 0.2), Answer(key, "text", 10, "stop", 0.5, 10, 0.1, 0.2)]
+    found = {"clo 10 %": (accuracy.ways(CloConfig(), 2, 2)[0], accuracy.Answers(points, {ABLE: answers}))}
+    row = {row.name: row for row in accuracy.rows([ABLE], given([100.0, 100.0]), found)}["score, clo 10 %, 64 tokens"]
+    assert row.more["hit_rate"] == pytest.approx(0.45) and row.more["rows_moved_a_step"] == 4
+
+
 def test_one_way_alone_writes_nothing(planted):
     assert planted({}, "--only", "clo 5 %") is None
     assert [name for name, _, _ in planted.asked] == ["full", "clo 5 %"]

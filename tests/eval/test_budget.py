@@ -51,8 +51,8 @@ def test_full_attention_reads_everything():
 def test_rivals_at_one_step():
     """n = 3000 tokens before the step, 3001 with its own; a tenth of them."""
     assert rival(ExactConfig(), 3000) == pytest.approx((301 / 3000, 301 / 3001))
-    # One layer of three is on the device; the token itself comes on top.
-    assert rival(InfiniGenConfig(), 3000) == pytest.approx((0.1, 1 / 3 + 2 / 3 * 301 / 3001))
+    # Two layers of three are on the device; the token itself comes on top.
+    assert rival(InfiniGenConfig(), 3000) == pytest.approx((0.1, 2 / 3 + 1 / 3 * 301 / 3001))
     # ceil(0.1 * (3001 - 32)) = 297: 148 newest ones, 149 selected.
     assert rival(PQCacheConfig(), 3000) == pytest.approx((149 / 3000, (32 + 297) / 3001))
     # (3000 - 64 - 4) / 16 = 183 clusters of mean size, of which 18; steady 4 + 64 + the token itself.

@@ -10,6 +10,7 @@ import numpy as np
 
 from clo_jax import generate as gen
 from clo_jax.config import ModelConfig
+from clo_jax.policies import dense
 from clo_jax.policies.base import Position, Prefilled
 from clo_jax.policies.registry import rival_layout, rival_policy
 from clo_jax.sampling import Sampling
@@ -133,6 +134,32 @@ def planted(policy, needle: int, length: int, bucket: int, steps: int = 1, seed:
         out, state, shared = step(policy, layer, tables, jnp.asarray(query), new[0], new[1], at, state, shared)
         outs.append(np.asarray(out))
     return np.stack(outs)
+
+
+def noise(policy, length: int, bucket: int, seed: int = 0):
+    """One layer of noise for a policy that keeps no layer in full: its state, and the shared one, after prompts of
+    `length` tokens; a decode step's query [B, H, D], key and value [B, K, D]; the prompts' keys [B, K, bucket, D]."""
+    lay = policy.layout
+    B, K, D, H = lay.batch, lay.num_kv_heads, lay.head_dim, lay.num_kv_heads * lay.full.group
+    rng = np.random.default_rng(seed)
+
+    def draw(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    rows, query = draw(B, K, bucket, 2, D), draw(B, H, D)
+    queries = draw(B, policy.sampled_queries, H, D) if policy.sampled_queries else None
+    prompt = Prefilled(rows, query, jnp.full((B,), length, jnp.int32), queries)
+    state, shared = gen.JITTED.absorb(
+        policy, policy.layer_kind(0), policy.tables()[0], prompt, jnp.zeros((1,), jnp.int32), policy.allocate()
+    )
+    return state, shared, query, draw(B, K, D), draw(B, K, D), rows[:, :, :, 0]
+
+
+def heaviest(query, keys, begin: int, end: int, number: int) -> list[list[list[int]]]:
+    """The `number` tokens of [begin, end) with the largest exact masses, ascending, by [B][K]."""
+    scores = dense.scores(dense.grouped(query, keys.shape[1]), keys[:, :, begin:end], keys.shape[3] ** -0.5)
+    best = jax.lax.top_k(dense.group_mass(scores), number)[1] + begin
+    return np.sort(np.asarray(best), axis=2).tolist()
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

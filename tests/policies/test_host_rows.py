@@ -13,7 +13,7 @@ from tests.policies import rivals
 def layout(**changes):
     model = rivals.LLAMA
     made = RivalLayout.of(model, 2, 16, "float32", **changes)
-    return made.with_bytes({"codes": 10}, 16 * made.row_bytes)
+    return made.with_bytes({"codes": 10}, 16 * made.row_bytes, {"buffer": 7})
 
 
 def prompt(lay, tokens):
@@ -27,7 +27,9 @@ def test_layout_counts_its_own_layers_only():
     lay = layout(full_layers=1)
     assert lay.offloaded(0) == () and lay.offloaded(1) == (0, 1) and lay.resident == ((0, 1), ())
     assert lay.own_heads == 2 * 2 and lay.host_bytes() == 4 * 16 * lay.row_bytes
-    assert lay.device_bytes() == {"resident rows": 4 * 16 * lay.row_bytes, "codes": 40}
+    assert lay.device_bytes() == {"resident rows": 4 * 16 * lay.row_bytes, "codes": 40, "buffer": 28}
+    assert layout().device_bytes() == {"codes": 80, "buffer": 28}  # one buffer, however many layers fill it
+    assert layout(full_layers=2).device_bytes() == {"resident rows": 8 * 16 * lay.row_bytes, "codes": 0, "buffer": 0}
     assert lay.row_bytes == 2 * lay.head_dim * 4
     with pytest.raises(ValueError, match="full_layers: got 3, wanted 0 to 2"):
         layout(full_layers=3)

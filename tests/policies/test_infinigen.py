@@ -36,6 +36,11 @@ def test_hundreds_of_new_tokens_enter_the_partial_cache_and_the_host():
     assert m.rows_offloaded == K * (50 + 298)  # the last row waits for a fetch that does not come
 
 
+def test_nothing_is_speculated_from_what_enters_the_first_layer():
+    with rivals.rival(tiny.LLAMA, InfiniGenConfig(), 1, 64) as (policy, _):
+        assert [policy.layout.offloaded(layer) for layer in range(3)] == [(), (), (0, 1)]
+
+
 def test_planted_key_is_attended():
     config = InfiniGenConfig(sparsity=0.05, full_layers=0)
     with rivals.rival(tiny.LLAMA, config, 2, 128) as (policy, _):
@@ -76,6 +81,15 @@ def test_all_channels_keep_every_score():
     want = jnp.einsum("bknd,bkmd->bknm", q, k)
     got = jnp.einsum("bknr,bkmr->bknm", infinigen.project(q, axes), infinigen.project(k, axes))
     np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+def test_all_channels_and_the_exact_query_select_the_true_top():
+    with rivals.rival(tiny.LLAMA, InfiniGenConfig(partial_ratio=1.0, full_layers=0), 2, 128) as (policy, rows):
+        state, shared, query, k, v, keys = rivals.noise(policy, 90, 128)
+        at = rivals.Position(jnp.full((2,), 90, jnp.int32), jnp.ones((2,), bool))
+        rivals.step(policy, 0, {}, query, k, v, at, state, shared)[0].block_until_ready()
+        found = [[sorted(head.tolist()) for head in heads] for heads in rows.selected(0)]
+    assert found == rivals.heaviest(query, keys, 0, 90, 9)
 
 
 def test_alpha_counts_what_comes_near_the_maximum():

@@ -113,6 +113,17 @@ def test_scores_of_codes_are_products_with_what_they_stand_for():
     np.testing.assert_allclose(pqcache.code_scores(query, centroids, codes), want, atol=1e-5)
 
 
+def test_a_centroid_for_every_key_selects_the_true_top():
+    config = dataclasses.replace(SMALL, sparsity=0.2, code_bits=7)  # 128 centroids, 86 keys
+    with rivals.rival(tiny.LLAMA, config, 2, 128) as (policy, rows):
+        state, shared, query, k, v, keys = rivals.noise(policy, 90, 128)
+        at = rivals.Position(jnp.full((2,), 90, jnp.int32), jnp.ones((2,), bool))
+        rivals.step(policy, 0, {}, query, k, v, at, state, shared)[0].block_until_ready()
+        found = [[sorted(head.tolist()) for head in heads] for heads in rows.selected(0)]
+    # Of 18 tokens beyond the sink the newest 9 are the window, the other 9 are selected.
+    assert found == rivals.heaviest(query, keys, 4, 91 - 9, 9)
+
+
 def test_least_frequently_used_block_leaves():
     table = LfuTable(2, 10)
     assert table.insert([3, 5]) == [3, 5] and table.insert([5]) == []

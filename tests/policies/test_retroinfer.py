@@ -83,6 +83,16 @@ def test_estimation_is_exact_where_a_cluster_is_its_centroid(buffer_clusters, sp
 
 
 @pytest.mark.slow
+def test_one_execution_buffer_serves_all_layers():
+    parts = []
+    for layers in (1, 3):
+        with rivals.rival(dataclasses.replace(tiny.LLAMA, num_layers=layers), SMALL, 2, 128) as (policy, _):
+            parts.append(policy.layout.device_bytes())
+    held = 2 * policy.layout.num_kv_heads * policy.buffer * policy.layout.row_bytes
+    assert parts[0].pop("execution buffer") == parts[1].pop("execution buffer") == held
+    assert parts[1] == {name: 3 * n for name, n in parts[0].items()}
+
+
 def test_short_context_needs_no_more_steady_rows_than_tokens():
     want = rivals.full_tokens(rivals.ONE, 50, 12, 64)
     with rivals.rival(rivals.ONE, RetroInferConfig(sparsity=1.0), 1, 64) as (policy, rows):
