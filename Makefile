@@ -20,6 +20,8 @@ EXTRAS := test,lint$(if $(CUDA),$(comma)cuda)
 CUDA_BUILD := $(if $(CUDA),-C cmake.define.CLO_ENABLE_CUDA=ON)
 # Tests compare with float32 results; a GPU would multiply with fewer bits.
 TEST_SETTINGS := $(if $(CUDA),JAX_DEFAULT_MATMUL_PRECISION=highest)
+# Most of a run is XLA compiling tiny programs, each of which runs for milliseconds. `test-all` has what optimising does.
+TEST_COMPILER := $(if $(CUDA),,XLA_FLAGS="--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true $(XLA_FLAGS)")
 # Each process takes whole files. One GPU is for one process, which takes most of its memory at start.
 TEST_PROCESSES := $(if $(CUDA),,-n $(JOBS) --dist loadfile)
 ifneq ($(CUDA),)
@@ -58,7 +60,7 @@ demo: $(INSTALLED) build/demo/.fetched
 	$(BIN)/clo-jax demo --folder build/demo
 
 test: $(INSTALLED)
-	$(TEST_SETTINGS) $(BIN)/python -m pytest -q $(TEST_PROCESSES)
+	$(TEST_SETTINGS) $(TEST_COMPILER) $(BIN)/python -m pytest -q $(TEST_PROCESSES)
 
 DEMO := build/demo/smollm2-135m
 
