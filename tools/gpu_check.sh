@@ -3,9 +3,11 @@
 # JAX for CUDA and the build tools, and no network. A short table comes last; results files and one log go to OUT.
 #
 #   tools/gpu_check.sh [native] [sanitizer] [bench] [python]      (all four when none is named)
+#   tools/gpu_check.sh headline recall      the project's goals, asked for by name: minutes each
 #
 # Environment: OUT, a folder for results and logs.txt (default build/gpu-check); PYTHON (default python3); JOBS, of
-# compilers; WORKERS, of pytest; SUITES, paths of suites; CLO_JAX_* as in CONTRIBUTING.md.
+# compilers; WORKERS, of pytest; SUITES, paths of suites; RUNS of headline; CHAINS of recall, a length; CLO_JAX_* as in
+# CONTRIBUTING.md.
 set -u
 shopt -s nullglob
 cd "$(dirname "$0")/.."
@@ -82,6 +84,13 @@ if has sanitizer; then
     xargs -P 4 -L 1 bash -c 'sanitize "$0" "$1"' >"$LOGS/sanitizer.log" 2>&1 &
   sanitizer=$!
 fi
+if has headline; then
+  for run in ${RUNS:-128k always qwen growth 1m}; do
+    XLA_PYTHON_CLIENT_MEM_FRACTION=.75 JAX_DEFAULT_MATMUL_PRECISION=default step "headline-$run" "${BENCH_LIMIT:-400}" \
+      "$PYTHON" -m clo_jax.bench.headline "$run" "$OUT/h200-$run.json"
+    cat "$LOGS/headline-$run.log"
+  done
+fi
 if has python; then
   # Several processes share the GPU where pytest-xdist is there; compiling is most of the time.
   workers=()
@@ -94,6 +103,13 @@ fi
 if has sanitizer; then
   if wait "$sanitizer"; then SUMMARY+=("sanitizer                    ok"); else SUMMARY+=("sanitizer                    FAILED"); fi
   cat "$LOGS/sanitizer.log"
+fi
+if has recall; then
+  # The small model that looks up: trained here, then asked up to 128K tokens.
+  export JAX_DEFAULT_MATMUL_PRECISION=default XLA_PYTHON_CLIENT_MEM_FRACTION=.6
+  step recall-training 590 "$PYTHON" -m clo_jax.eval.recall "$OUT/recall-qwen" &&
+    step recall "${BENCH_LIMIT:-560}" "$PYTHON" -m clo_jax.bench.recall "$OUT/recall-qwen" --samples "${CHAINS:-64}" \
+      --sparsity 0.1 --out "$OUT/recall-qwen-accuracy.json"
 fi
 echo
 printf '%s\n' "${SUMMARY[@]}"

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
+from clo_jax import memory
 from clo_jax.bench import decode, decode_rows, rates, replay, report
 from clo_jax.bench.subject import Subject, find
 from clo_jax.config import CloConfig
@@ -192,12 +193,12 @@ def plan(headline: Headline, subject: Subject, steps: int, chunk: int) -> decode
     )  # fmt: skip
 
 
-def rows(headline: Headline, planned: decode.Plan, found: decode.Found, memory: float, link: float) -> list[report.Row]:
-    """The decode bench's figures, then those that the goals are about."""
+def rows(headline: Headline, planned: decode.Plan, found: decode.Found, read: float, link: float) -> list[report.Row]:
+    """The decode bench's figures, then those that the goals are about. read, link: the controls of `rates`."""
     judged = jax.default_backend() == "gpu" and planned.subject.name == headline.shape
     goals = headline.goals(Steps(planned, found, link))
     goals = goals if judged else [dataclasses.replace(row, goal=None) for row in goals]
-    return decode_rows.rows(planned, found, memory, link) + goals
+    return decode_rows.rows(planned, found, read, link) + goals
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -212,6 +213,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--chunk", type=int, default=16)
     args = parser.parse_args(argv)
+    memory.grow_pool_on_demand()  # leaves the engine's arenas their room on a GPU
     chosen = HEADLINES[args.run]
     try:
         for name in ("contexts", "batches"):
@@ -221,12 +223,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         planned = plan(chosen, subject, args.steps, args.chunk)
     except ValueError as error:
         parser.error(str(error))
-    memory, link = rates.memory_rate(), rates.link_rate()
+    read, link = rates.memory_rate(), rates.link_rate()
     arguments = {"run": args.run, "hit_rate": chosen.hit_rate, "new_rows": chosen.new_rows}
 
     def keep(found: decode.Found, skipped: dict[str, str]) -> dict[str, object]:
         told = arguments | decode_rows.arguments(planned, skipped)
-        return report.write(args.out, "headline", told, rows(chosen, planned, found, memory, link))
+        return report.write(args.out, "headline", told, rows(chosen, planned, found, read, link))
 
     found, skipped = decode.run(planned, keep, lambda what: print(what, file=sys.stderr, flush=True))
     print(report.markdown(keep(found, skipped)))
