@@ -15,7 +15,8 @@ from clo_jax.policies.clo import CloPolicy, HeadScores, neutral_scores
 from clo_jax.policies.full import FullPolicy
 from clo_jax.prompts import Request
 from clo_jax.session import Session
-from clo_jax.transfer.engine import GPU_BACKENDS, Engine
+from clo_jax.transfer.choice import GPU_BACKENDS
+from clo_jax.transfer.engine import Engine
 
 # The CPU kernels take any head dim; the GPU's take those that models have.
 HEAD_DIM = 16 if jax.default_backend() == "cpu" else 64

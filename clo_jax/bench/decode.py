@@ -35,7 +35,8 @@ from clo_jax.policies.base import Policy, Tables
 from clo_jax.policies.clo import CloPolicy
 from clo_jax.policies.host_rows import HostRows
 from clo_jax.prompts import Request
-from clo_jax.transfer.engine import Counters, Engine
+from clo_jax.transfer.counters import Counters
+from clo_jax.transfer.engine import Engine
 
 WARM_CHUNKS = 2
 TUNING_ROUNDS = 6  # of two chunks each: one that settles, one that is looked at

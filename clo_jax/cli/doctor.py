@@ -77,7 +77,7 @@ def collect() -> dict[str, Any]:
     import jax
 
     from clo_jax import _host, memory
-    from clo_jax.transfer.engine import GPU_BACKENDS
+    from clo_jax.transfer.choice import GPU_BACKENDS
 
     with _console.progress("probing the transfer backends"):
         probed = check_backends()

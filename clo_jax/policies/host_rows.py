@@ -24,7 +24,7 @@ import numpy as np
 from jax.experimental import io_callback
 
 from clo_jax.policies.geometry import RivalLayout
-from clo_jax.transfer.engine import Counters
+from clo_jax.transfer.counters import Counters
 
 _numbers = itertools.count(1)
 _keepers: "weakref.WeakValueDictionary[int, HostRows]" = weakref.WeakValueDictionary()

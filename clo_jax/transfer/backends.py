@@ -7,7 +7,8 @@ import numpy as np
 
 from clo_jax import _host
 from clo_jax.errors import CloError, TransferError
-from clo_jax.transfer.engine import GPU_BACKENDS, Engine, choose_backend
+from clo_jax.transfer.choice import GPU_BACKENDS, choose_backend
+from clo_jax.transfer.engine import Engine
 
 _HEADS, _HEAD_DIM = 8, 128
 # 64 MiB of rows: more than the caches hold. For a GPU four times as many, because the host's own part of a copy that it

@@ -1,9 +1,7 @@
 """The transfer engine: host rows, selected-rows buffers and the threads that move rows between them."""
 
 import contextlib
-import dataclasses
 import operator
-import os
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
@@ -14,25 +12,11 @@ import numpy as np
 from clo_jax import _host
 from clo_jax.config import KV_DTYPES, KvDtype, require
 from clo_jax.errors import MemoryPlanError, TransferError
+from clo_jax.transfer.arenas import Arenas
+from clo_jax.transfer.choice import GPU_BACKENDS, choose_backend, default_threads
+from clo_jax.transfer.counters import Counters
 
-GPU_BACKENDS = ("pull", "bar", "staged")  # in the order in which "auto" tries them
 _DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16))
-
-
-@dataclasses.dataclass(frozen=True)
-class Counters:
-    """Counts since the engine was made or `clear_counters` was called. A row is one token's K and V of one head."""
-
-    requests: int  # requests with at least one row to move
-    rows_posted: int  # rows that prefetches asked for
-    rows_moved: int  # rows that transfers delivered; 0 without kv_offload, where nothing moves
-    bytes_moved: int
-    rows_offloaded: int  # rows written to the host by prefill and tail flushes
-    bytes_offloaded: int
-    wait_ns: int  # time that attention spent waiting for rows
-    hits: int  # head lookups that reused their set
-    misses: int  # head lookups that refreshed it
-    rows_selected: int  # k summed over refreshes: what whole-head refreshes would have moved
 
 
 @contextlib.contextmanager
@@ -48,26 +32,7 @@ def transfer_errors() -> Iterator[None]:
         raise TransferError(why[1] or why[2]) from error
 
 
-def default_threads(backend: str = "host") -> int:
-    """Transfer threads when none are asked for: half of the cores that this process may use, at most 4, or 8 where they
-    feed a GPU."""
-    return max(1, min(4 if backend == "host" else 8, len(os.sched_getaffinity(0)) // 2))
-
-
-def choose_backend() -> tuple[str, tuple[tuple[str, str], ...]]:
-    """What "auto" stands for here: the first backend that works, of those that serve programs where JAX runs them. And
-    (name, why not) of each before it."""
-    skipped = []
-    elsewhere = _host.build_info()["cuda"] and jax.default_backend() != "gpu"
-    for name in GPU_BACKENDS:
-        available, reason = (False, f"JAX runs on {jax.default_backend()}") if elsewhere else _host.find_backend(name)
-        if available:
-            return name, tuple(skipped)
-        skipped.append((name, reason))
-    return "host", tuple(skipped)
-
-
-class Engine:
+class Engine(Arenas):
     """Arenas and transfer threads for the offloaded KV heads of a model. Usable from several Python threads.
 
     Args:
@@ -142,11 +107,6 @@ class Engine:
             raise MemoryPlanError(str(error)) from error
         except RuntimeError as error:  # a thread that the system refuses, or a device that has failed
             raise TransferError(f"the transfer engine could not be started: {error}") from error
-
-    def _live(self) -> _host.Engine:
-        if self._native is None:
-            raise TransferError("the engine is closed")
-        return self._native
 
     @property
     def handle(self) -> int:
@@ -284,26 +244,6 @@ class Engine:
         self.wait(layer)
         self.write(layer, request_counts=counts, request_tokens=tokens, request_slots=slots)
 
-    def write(self, layer: int, **arrays: np.ndarray) -> None:
-        """Overwrites whole arrays of a layer, wherever they are; for probes and tests. No program may be running.
-
-        Args:
-          layer: index of the layer.
-          arrays: host_rows, selected_rows, slot_tokens, slot_last, slot_counts or refreshes, of the shapes that the
-            methods of these names give; values are converted to their dtypes.
-
-        Raises:
-          ValueError: an array of another shape, or that the layer does not have.
-        """
-        present = self._arrays(layer, *arrays)
-        for name, array in arrays.items():
-            target = present.get(name)
-            if target is None or np.shape(array) != target.shape:
-                wanted = "an array of the layer" if target is None else f"shape {target.shape}"
-                raise ValueError(f"{name}: got shape {np.shape(array)}, wanted {wanted}")
-            dtype = self._rows_dtype if name.endswith("_rows") else target.dtype
-            self._live().write_array(layer, name, np.ascontiguousarray(array, dtype).reshape(-1).view(np.uint8))
-
     def post(self, layer: int) -> int:
         """Hands a layer's request to the transfer threads, and returns its sequence number. Does not wait.
 
@@ -342,51 +282,6 @@ class Engine:
     def inject_thread_death(self, after_chunks: int) -> None:
         """For tests: the thread that takes the chunk after the next `after_chunks` dies of an error."""
         self._live().inject_thread_death(_integer("after_chunks", after_chunks))
-
-    def _arrays(self, layer: int, *names: str) -> dict[str, np.ndarray]:
-        """Those of these names, or all. What is in device memory is copied, so only ask for what is needed."""
-        arrays = self._live().layer_arrays(layer, names)
-        always = [array for name, array in arrays.items() if name != "selected_rows"]
-        if always and all(array is None for array in always):
-            raise ValueError(f"layer: got {layer}, which has no offloaded KV heads")
-        return arrays
-
-    def host_rows(self, layer: int) -> np.ndarray:
-        """[B, Ko, S, 2, D] in the engine's dtype, or [B, Ko, S, 2·D + 16] uint8 when rows are quantized; not a copy:
-        rows that prefill and flushes have written."""
-        return self._arrays(layer, "host_rows")["host_rows"].view(self._rows_dtype)
-
-    # The arrays below are in device memory for the backends of a GPU: there they are copies.
-
-    def selected_rows(self, layer: int) -> np.ndarray:
-        """[B, Ko, C, 2, D] in the engine's dtype, or [B, Ko, C, 2·D + 16] uint8 when rows are quantized; not a copy:
-        rows that transfers have written."""
-        rows = self._arrays(layer, "selected_rows", "slot_counts")["selected_rows"]
-        if rows is None:
-            raise ValueError("selected_rows: there are none without kv_offload")
-        return rows.view(self._rows_dtype)
-
-    def slot_tokens(self, layer: int) -> np.ndarray:
-        """[B, Ko, C] int32, not a copy: token in each slot, -1 when empty."""
-        return self._arrays(layer, "slot_tokens")["slot_tokens"]
-
-    def slot_last(self, layer: int) -> np.ndarray:
-        """[B, Ko, C] uint16, not a copy: number of the refresh that last selected the slot's token, modulo 2^16."""
-        return self._arrays(layer, "slot_last")["slot_last"]
-
-    def slot_counts(self, layer: int) -> np.ndarray:
-        """[B, Ko] int32, not a copy: filled slots, always a prefix."""
-        return self._arrays(layer, "slot_counts")["slot_counts"]
-
-    def refreshes(self, layer: int) -> np.ndarray:
-        """[B, Ko] uint16, not a copy: refreshes of each head, modulo 2^16."""
-        return self._arrays(layer, "refreshes")["refreshes"]
-
-    def request(self, layer: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Copies of the layer's last request: counts [B, Ko], tokens [B, Ko, C], slots [B, Ko, C], all int32."""
-        names = tuple(f"request_{name}" for name in ("counts", "tokens", "slots"))
-        arrays = self._arrays(layer, *names)
-        return tuple(arrays[name].copy() for name in names)
 
 
 def _integer(name: str, value) -> int:

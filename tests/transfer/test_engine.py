@@ -15,7 +15,8 @@ import pytest
 
 from clo_jax.errors import MemoryPlanError, TransferError
 from clo_jax.ops.offload import offload
-from clo_jax.transfer.engine import Engine, default_threads, transfer_errors
+from clo_jax.transfer.choice import default_threads
+from clo_jax.transfer.engine import Engine, transfer_errors
 
 SHAPE = dict(kv_heads=[2, 0, 3], batch=2, max_tokens=64, num_slots=8, head_dim=16, dtype=np.float32)
 RUNTIME_ERRORS = (jax.errors.JaxRuntimeError, ValueError)  # JAX raises one or the other, by the path of the call
