@@ -230,7 +230,11 @@ void idle_threads_sleep() {
   CHECK(busy([] { std::this_thread::sleep_for(std::chrono::milliseconds(400)); }) < 0.1);
   f.transfers.hot(true);
   CHECK(f.transfers.is_hot());
-  CHECK(busy([] { std::this_thread::sleep_for(std::chrono::milliseconds(100)); }) > 0.02);
+  // Half of a core, once the machine lets it have as much.
+  bool seen = false;
+  for (int i = 0; i < 50 && !seen; ++i)
+    seen = busy([] { std::this_thread::sleep_for(std::chrono::milliseconds(100)); }) > 0.05;
+  CHECK(seen);
 }
 
 }  // namespace
