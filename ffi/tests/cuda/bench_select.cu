@@ -250,8 +250,9 @@ void prefetch(int64_t B, int64_t S, int64_t k) {
   const int64_t C = k * 3 / 2;
   clo::test::Array<int32_t> tokens(heads * C, -1), counts(heads, 0), moves(heads, 0), from(heads * C, 0), to(heads * C, 0);
   clo::test::Array<uint16_t> last(heads * C, uint16_t{0}), refreshes(heads, uint16_t{0});
-  const clo::LayerView view{B, sets.Ko, S, C, sets.D, DType::kBF16, nullptr, nullptr, tokens.device, last.device,
-                            counts.device, refreshes.device, {moves.device, from.device, to.device}};
+  const clo::LayerView view{B, sets.Ko, S, C, sets.D, DType::kBF16, clo::RowFormat::kPlain, nullptr, nullptr,
+                            tokens.device, last.device, counts.device, refreshes.device,
+                            {moves.device, from.device, to.device}};
   clo::test::Array<clo::LayerView> views(std::vector<clo::LayerView>{view});
   clo::test::Array<int32_t> layer(1, 0), max_age(static_cast<size_t>(B), 0);
   clo::test::Array<int32_t> capacity(static_cast<size_t>(B), static_cast<int32_t>(C));

@@ -37,8 +37,8 @@ struct Tables {
 
   LayerView view(const Case& c, bool device) {
     const auto at = [&](auto& array) { return device ? array.device : array.host.data(); };
-    return {c.batch, c.kv_heads, c.tokens, c.slots, c.dim, DType::kF32, nullptr, nullptr, at(tokens), at(last),
-            at(counts), at(refreshes), {at(moves), at(from), at(to)}};
+    return {c.batch, c.kv_heads, c.tokens, c.slots, c.dim, DType::kF32, clo::RowFormat::kPlain, nullptr, nullptr,
+            at(tokens), at(last), at(counts), at(refreshes), {at(moves), at(from), at(to)}};
   }
 
   void check(const Case& c) const {
