@@ -20,11 +20,10 @@ from clo_jax import generate as gen
 from clo_jax.bench import report
 from clo_jax.cache.layout import CacheLayout
 from clo_jax.eval.haystack import haystack
-from clo_jax.ops.quantized_rows import dequantize, quantize
+from clo_jax.ops.quantized_rows import LARGEST, dequantize, quantize
 from clo_jax.policies.full import FullPolicy
 from clo_jax.text import Tokenizer
 
-LARGEST = {"int8": 127.0, "fp8": 448.0}
 GROUPS = (1, 2, 8)  # beside the four of the product
 _SPARE_TOKENS = 64  # generated prose is not longer than asked for by more
 _SINKS = 4  # whose keys are far from all others: left out where tokens share scales

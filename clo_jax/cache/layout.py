@@ -21,11 +21,6 @@ ENGINE_PARTS = frozenset({"selected rows", "slot tables", "requests", "host rows
 SCALE_BYTES = 16  # of a quantized row (`ops.quantized_rows`)
 
 
-def stored_row_bytes(head_dim: int, itemsize: int, kv_dtype: str) -> int:
-    """Bytes of one token's K and V of one head where the engine has them: in host memory, on the link, selected."""
-    return 2 * head_dim * itemsize if kv_dtype == "auto" else 2 * head_dim + SCALE_BYTES
-
-
 @dataclasses.dataclass(frozen=True)
 class CacheLayout:
     """Static geometry; hashable, so that it can be a static argument of a jitted function."""
@@ -123,7 +118,7 @@ class CacheLayout:
     @property
     def stored_row_bytes(self) -> int:
         """The same of host rows, of rows on the link, and of selected rows."""
-        return stored_row_bytes(self.head_dim, self.itemsize, self.kv_dtype)
+        return self.row_bytes if self.kv_dtype == "auto" else 2 * self.head_dim + SCALE_BYTES
 
     # --- functions of the context length (int32 scalars or arrays) ------------------------
 

@@ -16,7 +16,7 @@ from clo_jax.cache.layout import SCALE_BYTES
 from clo_jax.ops import _check
 
 _GROUPS = SCALE_BYTES // 2  # of a row: half of the key, half of the value
-_LARGEST = {"int8": 127.0, "fp8": 448.0}
+LARGEST = {"int8": 127.0, "fp8": 448.0}  # magnitude of a byte, by kv_dtype
 _SMALLEST = 2.0**-100  # a group whose largest magnitude is below becomes zero
 _NAN = 0x7FC0  # scale of a group that holds a NaN or an infinity
 
@@ -31,7 +31,7 @@ def quantize(rows: jax.Array, kv_dtype: str) -> jax.Array:
     Raises:
       ValueError: another `kv_dtype` than int8 or fp8, another dtype, or a shape that cannot be cut into groups.
     """
-    if kv_dtype not in _LARGEST:
+    if kv_dtype not in LARGEST:
         raise ValueError(f"kv_dtype: got {kv_dtype!r}, wanted int8 or fp8")
     _check.dtype("rows", rows, *_check.ACTIVATION_DTYPES)
     if rows.ndim < 2 or rows.shape[-2] != 2 or rows.shape[-1] % 4:
@@ -41,12 +41,12 @@ def quantize(rows: jax.Array, kv_dtype: str) -> jax.Array:
     amax = jax.lax.bitcast_convert_type(top, jnp.float32)
     finite = top < np.uint32(0x7F800000)
     used = finite & (amax >= np.float32(_SMALLEST))
-    exact = jax.lax.bitcast_convert_type(amax * np.float32(1 / np.float32(_LARGEST[kv_dtype])), jnp.uint32)
+    exact = jax.lax.bitcast_convert_type(amax * np.float32(1 / np.float32(LARGEST[kv_dtype])), jnp.uint32)
     scale = jnp.where(used, (exact + np.uint32(0xFFFF)) >> np.uint32(16), np.uint32(0))
     wide = jax.lax.bitcast_convert_type(scale << np.uint32(16), jnp.float32)
     inverse = jnp.where(used, np.float32(1) / jnp.where(used, wide, np.float32(1)), np.float32(0))
     y = jnp.where(used[..., None], x, np.float32(0)) * inverse[..., None]
-    y = jnp.clip(y, -_LARGEST[kv_dtype], _LARGEST[kv_dtype])
+    y = jnp.clip(y, -LARGEST[kv_dtype], LARGEST[kv_dtype])
     codes = jnp.round(y).astype(jnp.int8) if kv_dtype == "int8" else y.astype(jnp.float8_e4m3fn)
     stored = jnp.where(finite, scale, np.uint32(_NAN)).astype(jnp.uint16)
     tail = jax.lax.bitcast_convert_type(stored, jnp.uint8).reshape(*rows.shape[:-2], SCALE_BYTES)
@@ -60,7 +60,7 @@ def dequantize(stored: jax.Array, kv_dtype: str) -> jax.Array:
     Raises:
       ValueError: another `kv_dtype` than int8 or fp8, another dtype, or a width that no row has.
     """
-    if kv_dtype not in _LARGEST:
+    if kv_dtype not in LARGEST:
         raise ValueError(f"kv_dtype: got {kv_dtype!r}, wanted int8 or fp8")
     _check.dtype("stored", stored, jnp.uint8)
     width = stored.shape[-1] - SCALE_BYTES if stored.ndim else 0

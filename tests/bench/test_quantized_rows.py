@@ -7,7 +7,7 @@ import numpy as np
 
 from clo_jax.bench import quantized_rows as bench
 from clo_jax.bench import report
-from clo_jax.ops.quantized_rows import dequantize, quantize
+from clo_jax.ops.quantized_rows import LARGEST, dequantize, quantize
 from tests import tiny_checkpoint
 
 
@@ -27,6 +27,6 @@ def test_a_results_file(tmp_path):
 def test_the_product_s_format_is_four_groups():
     """But for scales, which the product rounds up to eight bits."""
     x = np.random.default_rng(0).normal(size=(3, 2, 5, 2, 64)).astype(np.float32)
-    for kind in bench.LARGEST:
+    for kind in LARGEST:
         product = np.asarray(dequantize(quantize(jnp.asarray(x), kind), kind))
         assert 0.9 < bench.error(x, product) / bench.error(x, bench.by_groups(x, kind, 4)) < 1.1

@@ -13,12 +13,11 @@ import pytest
 from clo_jax.config import KV_DTYPES
 from clo_jax.ops import attend as op
 from clo_jax.ops import hash_encode, prefetch
-from tests.cases import DTYPES, GROUPS, HEAD_DIMS, LENGTHS
+from tests.cases import DTYPES, GROUPS, HEAD_DIMS, LENGTHS, QUANTIZED
 from tests.compare import assert_close
 from tests.ops.attend_cases import engine_for, make
 
 ON_CPU = jax.default_backend() == "cpu"
-QUANTIZED = tuple(name for name in KV_DTYPES if name != "auto")
 NAMES = ("out", "lse", "resident", "tail", "codes", "factors")
 
 

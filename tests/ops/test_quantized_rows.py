@@ -6,14 +6,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from clo_jax.config import KV_DTYPES
 from clo_jax.ops import offload as offload_op
 from clo_jax.ops import quantized_rows as op
 from clo_jax.transfer.engine import Engine
-from tests.cases import DTYPES, HEAD_DIMS
+from tests.cases import DTYPES, HEAD_DIMS, QUANTIZED
 from tests.compare import on_cpu
 
-QUANTIZED = tuple(name for name in KV_DTYPES if name != "auto")
 quantize = on_cpu(jax.jit(op.quantize, static_argnames="kv_dtype"))
 dequantize = on_cpu(jax.jit(op.dequantize, static_argnames="kv_dtype"))
 
