@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from clo_jax import models
 from clo_jax.config import ModelConfig
 from clo_jax.ops.causal_attention import prefill_attention
-from clo_jax.policies.base import LayerState, Policy, Position, Prefilled, Shared, Tables
+from clo_jax.policies.base import LATER, LayerState, Policy, Position, Prefilled, Shared, Tables
 from clo_jax.sampling import Sampling, greedy, sample
 
 PREFILL_CHUNK = 512  # tokens of the projections and the MLP at a time: bounds their temporaries, fills two CPU cores
@@ -188,23 +188,28 @@ def decode_step(
     rope = models.rotation(config, state.position[:, None], state.position + 1)
     layers, shared = list(state.layers), state.shared
 
-    def prefetch(target: int, x: jax.Array) -> None:
+    def prefetch(target: int, x: jax.Array) -> jax.Array:
+        """For layer `target`, from the residual stream x, which it returns: what is computed from that comes later."""
         nonlocal shared
-        if target < config.num_layers:
-            guess = model.layers[target].query(x, rope)[:, 0]
-            layers[target], shared = policy.prefetch(target, tables[target], guess, at, layers[target], shared)
+        if target == config.num_layers:
+            return x
+        guess = model.layers[target].query(x, rope)[:, 0]
+        handed = {**shared, LATER: x}
+        layers[target], handed = policy.prefetch(target, tables[target], guess, at, layers[target], handed)
+        shared = {name: array for name, array in handed.items() if name != LATER}
+        return handed[LATER]
 
     for index, layer in enumerate(model.layers):
         # The first layer has no predecessor to guess from; if any of its heads is offloaded it waits for its own fetch.
         if index == 0:
-            prefetch(0, x)
+            x = prefetch(0, x)
         if policy.guess_from == "input":
-            prefetch(index + 1, x)
+            x = prefetch(index + 1, x)
         q, k, v = (part[:, 0] for part in layer.qkv(x, rope))
         attended, layers[index], shared = policy.attend(index, tables[index], q, k, v, at, layers[index], shared)
         x = layer.add_attention(x, attended[:, None])
         if policy.guess_from == "attention":
-            prefetch(index + 1, x)
+            x = prefetch(index + 1, x)
         x = layer.add_mlp(x)
     logits = model.logits(x)[:, 0]
     position = jnp.where(state.done, state.position, state.position + 1)

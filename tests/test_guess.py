@@ -11,6 +11,7 @@ import pytest
 from clo_jax import generate as gen
 from clo_jax import models
 from clo_jax.ops import causal_attention
+from clo_jax.policies.base import LATER
 from clo_jax.policies.full import FullPolicy
 from tests import tiny
 
@@ -59,3 +60,31 @@ def test_the_guess_is_of_the_stream_that_it_names(config, kind):
         middle = layer.add_attention(x, causal_attention.reference(q, k, v, length))
         stream = x if kind is GuessedFromInput else middle
         x = layer.add_mlp(middle)
+
+
+@pytest.mark.parametrize("kind", [GuessedFromInput, GuessedFromAttention])
+def test_what_comes_after_a_prefetch_is_computed_from_what_it_hands_through(kind):
+    class Marking(kind):
+        def prefetch(self, layer, tables, query, at, state, shared):
+            state, shared = super().prefetch(layer, tables, query, at, state, shared)
+            return state, shared | {LATER: shared[LATER] + 1}
+
+    config, params = tiny.LLAMA, tiny.params(tiny.LLAMA)
+    policy = Marking(tiny.full_policy(config, 1, 64).layout)
+    prompt, lengths, tables = jnp.asarray([[5]], jnp.int32), jnp.array([1], jnp.int32), policy.tables()
+    layers, shared, _ = gen.prefill(config, policy, params, tables, prompt, lengths)
+    state = gen.DecodeState(layers, shared, lengths, prompt[:, 0], lengths, jnp.zeros((1,), bool))
+    logits, state = gen.decode_step(config, policy, params, tables, state)
+    assert set(state.shared) == set(shared)
+
+    at, rows = gen.Position(jnp.array([1], jnp.int32), jnp.ones((1,), bool)), list(layers)
+    model, rope = models.merge(config, params), models.rotation(config, jnp.array([[1]], jnp.int32), lengths + 1)
+    x = model.embed(prompt) + 1  # the first layer's own prefetch
+    for index, layer in enumerate(model.layers):
+        last = index == config.num_layers - 1
+        x = x if last or kind is GuessedFromAttention else x + 1
+        q, k, v = (part[:, 0] for part in layer.qkv(x, rope))
+        attended, *_ = policy.attend(index, tables[index], q, k, v, at, rows[index], shared)
+        x = layer.add_attention(x, attended[:, None])
+        x = layer.add_mlp(x if last or kind is GuessedFromInput else x + 1)
+    assert np.allclose(logits, model.logits(x)[:, 0], atol=1e-4)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from clo_jax import models
 from clo_jax.cache.layout import CacheLayout
 from clo_jax.config import ModelConfig
-from clo_jax.policies.base import LayerState, Position, Prefilled, Shared, Tables
+from clo_jax.policies.base import LATER, LayerState, Position, Prefilled, Shared, Tables
 from clo_jax.policies.clo import CloPolicy
 
 NEVER, ALWAYS = 2.0, -2.0  # thresholds of the cosine that no query and that every query reaches
@@ -59,8 +59,8 @@ def decode_step(
     layers, shared = list(state.layers), state.shared
     rope = models.rotation(config, position[:, None], position + 1)
 
-    def prefetch(index: int, x: jax.Array) -> None:
-        """For the layer after `index`."""
+    def prefetch(index: int, x: jax.Array) -> jax.Array:
+        """For the layer after `index`, from the residual stream x, which it returns as `generate.decode_step` does."""
         nonlocal shared
         ahead, late = (index + 1) % L, (index + 1) // L
         guess = model.layers[ahead].query(x, rope)[:, 0]
@@ -70,7 +70,10 @@ def decode_step(
         angle = plan.angle * (state.step + late).astype(jnp.float32)
         query = turned(plan.planes[target], angle).astype(x.dtype) + plan.nothing * guess
         at = Position(position + late, jnp.ones((1,), bool))
-        layers[target], shared = policy.prefetch(target, table, query, at, layers[target], shared)
+        handed = {**shared, LATER: x}
+        layers[target], handed = policy.prefetch(target, table, query, at, layers[target], handed)
+        shared = {name: array for name, array in handed.items() if name != LATER}
+        return handed[LATER]
 
     for index, layer in enumerate(model.layers):
         if policy is None:
@@ -79,14 +82,14 @@ def decode_step(
             x = layer.finish(x, q + plan.nothing * (guess + jnp.sum(k) + jnp.sum(v)))
             continue
         if policy.guess_from == "input":
-            prefetch(index, x)
+            x = prefetch(index, x)
         q, k, v = (part[:, 0] for part in layer.qkv(x, rope))
         own = engine_layer(index, L)
         at = Position(position, jnp.ones((1,), bool))
         out, layers[own], shared = policy.attend(own, tables[own], q, k, v, at, layers[own], shared)
         x = layer.add_attention(x, out[:, None])
         if policy.guess_from == "attention":
-            prefetch(index, x)
+            x = prefetch(index, x)
         x = layer.add_mlp(x)
     return State(x, tuple(layers), shared, state.step + 1)
 

@@ -137,6 +137,7 @@ def prefetch(
     refresh,
     k_max,
     scale,
+    later=None,
 ):
     """Decides which heads of a layer keep their rows, selects for the others, and asks the engine for what is missing.
 
@@ -162,9 +163,12 @@ def prefetch(
         missed head's whole set.
       k_max: largest k, static.
       scale: of the attention, usually D^-0.5, static.
+      later: any array, or None. Comes back as it is, and whatever uses what comes back is computed after this call: XLA
+        puts a call whose result nobody wants soon behind everything that needs less memory, and the rows then have no
+        time to arrive.
 
     Returns:
-      label [B, H, D]; age [B, Ko] int32; hit [B, Ko] bool; token. label, age and token are updated in place when their
+      label [B, H, D]; age [B, Ko] int32; hit [B, Ko] bool; token; later. All but hit are updated in place when their
       arguments are donated.
 
     Raises:
@@ -214,6 +218,7 @@ def prefetch(
     ):
         _check.shape(name, array, want, letters)
         _check.dtype(name, array, dtype)
+    handed = jnp.zeros((1,), jnp.uint32) if later is None else later
     register_all()
     number = select_topk.RETRIEVERS.index(retriever)
     bits = 0 if retriever == "exact" else weights.shape[2]
@@ -225,13 +230,14 @@ def prefetch(
             jax.ShapeDtypeStruct(age.shape, age.dtype),
             jax.ShapeDtypeStruct((B, Ko), jnp.bool_),
             jax.ShapeDtypeStruct((1,), jnp.uint32),
+            jax.ShapeDtypeStruct(handed.shape, handed.dtype),
             jax.ShapeDtypeStruct((B, Ko, k_max), jnp.int32),
             jax.ShapeDtypeStruct((workspace,), jnp.uint8),
         ),
-        input_output_aliases={1: 0, 2: 1, 16: 3},
+        input_output_aliases={1: 0, 2: 1, 16: 3, 17: 4},
     )
     operands = (query, label, age, importance, thresholds, max_age, weights, mean, lse, codes, factors)
-    label, age, hit, token, _, _ = call(
+    label, age, hit, token, handed, _, _ = call(
         *operands,
         begin,
         end,
@@ -239,9 +245,10 @@ def prefetch(
         capacity,
         layer,
         token,
+        handed,
         engine=np.int64(engine),
         retriever=np.int64(number),
         whole=refresh == "whole",
         scale=np.float32(scale),
     )
-    return label, age, hit, token
+    return label, age, hit, token, None if later is None else handed

@@ -20,6 +20,10 @@ LayerState = dict[str, jax.Array]
 Shared = dict[str, jax.Array]
 Tables = dict[str, jax.Array]
 
+# In `Shared` while a layer is prefetched: the residual stream, which a policy that asks for rows hands through, so that
+# what is computed from it next comes after the request and hides the transfer.
+LATER = "later"
+
 
 class Prefilled(NamedTuple):
     """One layer's prompt, as prefill leaves it. N is the bucket; tokens from `lengths` on are padding."""

@@ -21,7 +21,7 @@ from clo_jax.ops.hash_encode import hash_encode
 from clo_jax.ops.offload import offload
 from clo_jax.ops.prefetch import prefetch
 from clo_jax.policies import tracking
-from clo_jax.policies.base import LayerState, Position, Prefilled, Shared, Tables
+from clo_jax.policies.base import LATER, LayerState, Position, Prefilled, Shared, Tables
 from clo_jax.policies.full import pad_tokens
 
 NEVER = np.int32(2**30)  # an age that no head reaches
@@ -211,14 +211,15 @@ class CloPolicy:
         just_flushed = end != lay.flushed(at.position - 1)
         max_age = jnp.where(just_flushed & self.config.refresh_on_flush, jnp.int32(0), NEVER)
         k = jnp.where(at.active, lay.num_selected(at.position), 0)
-        label, age, hit, token = prefetch(
+        label, age, hit, token, later = prefetch(
             query, state["label"], state["age"], tables["importance"], tables["thresholds"], max_age,
             tables["weights"], state["mean"], state["lse"], state["codes"], state["factors"],
             jnp.minimum(lay.sink, end), end, k, lay.capacity(k), layer, shared["token"],
             engine=self.engine, retriever=self.config.retriever, refresh=self.config.refresh,
-            k_max=lay.k_max, scale=lay.head_dim**-0.5,
+            k_max=lay.k_max, scale=lay.head_dim**-0.5, later=shared.get(LATER),
         )  # fmt: skip
-        return state | {"label": label, "age": age}, shared | {"token": token}, hit
+        shared = shared | {"token": token} | ({} if later is None else {LATER: later})
+        return state | {"label": label, "age": age}, shared, hit
 
     def attend(
         self, layer: int, tables: Tables, q: jax.Array, k: jax.Array, v: jax.Array, at: Position, state: LayerState,

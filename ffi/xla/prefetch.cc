@@ -35,9 +35,10 @@ ffi::Error parse(ffi::AnyBuffer query, ffi::AnyBuffer label, ffi::Buffer<ffi::S3
                  ffi::Buffer<ffi::F32> weights, ffi::Buffer<ffi::F32> mean, ffi::Buffer<ffi::F32> lse,
                  ffi::Buffer<ffi::U32> codes, ffi::Buffer<ffi::F16> factors, ffi::Buffer<ffi::S32> begin,
                  ffi::Buffer<ffi::S32> end, ffi::Buffer<ffi::S32> k, ffi::Buffer<ffi::S32> capacity,
-                 ffi::Buffer<ffi::S32>, ffi::Buffer<ffi::U32>, ffi::Result<ffi::AnyBuffer> label_out,
+                 ffi::Buffer<ffi::S32>, ffi::Buffer<ffi::U32>, ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer> label_out,
                  ffi::Result<ffi::Buffer<ffi::S32>> age_out, ffi::Result<ffi::Buffer<ffi::PRED>> hit,
-                 ffi::Result<ffi::Buffer<ffi::U32>>, ffi::Result<ffi::Buffer<ffi::S32>> indices,
+                 ffi::Result<ffi::Buffer<ffi::U32>>, ffi::Result<ffi::AnyBuffer>,
+                 ffi::Result<ffi::Buffer<ffi::S32>> indices,
                  ffi::Result<ffi::Buffer<ffi::U8>> workspace, int64_t, int64_t retriever, bool whole, float scale,
                  Call* call) {
   PrefetchParams& p = call->params;
@@ -135,7 +136,7 @@ ffi::Error serve(const EngineCall& call, const PrefetchParams& p) {
 }
 
 // Arguments of a handler by place: those of parse() less the last.
-constexpr size_t kCodes = 9, kFactors = 10, kLayer = 15, kEngine = 23;
+constexpr size_t kCodes = 9, kFactors = 10, kLayer = 15, kEngine = 25;
 
 constexpr auto run = [](auto... arguments) -> ffi::Error {
   const auto all = std::tie(arguments...);
@@ -197,10 +198,12 @@ auto operands(Bind bind) {
       .template Arg<ffi::Buffer<ffi::S32>>()   // capacity [B]
       .template Arg<ffi::Buffer<ffi::S32>>()   // layer [1]
       .template Arg<ffi::Buffer<ffi::U32>>()   // token [1]
+      .template Arg<ffi::AnyBuffer>()          // what is to be used after this call only
       .template Ret<ffi::AnyBuffer>()          // label, aliased
       .template Ret<ffi::Buffer<ffi::S32>>()   // age, aliased
       .template Ret<ffi::Buffer<ffi::PRED>>()  // hit [B, Ko]
       .template Ret<ffi::Buffer<ffi::U32>>()   // token, aliased
+      .template Ret<ffi::AnyBuffer>()          // the same, aliased
       .template Ret<ffi::Buffer<ffi::S32>>()   // indices [B, Ko, k_max], scratch
       .template Ret<ffi::Buffer<ffi::U8>>()    // scratch of the CUDA kernels; else empty
       .template Attr<int64_t>("engine")

@@ -168,7 +168,7 @@ def test_attends_to_what_a_prefetch_has_selected(kv_offload):
 
     def step(engine, query, token):
         layer = jnp.zeros((1,), jnp.int32)
-        *_, token = prefetch.prefetch(
+        *_, token, _ = prefetch.prefetch(
             query[:, :heads], jnp.zeros_like(query[:, :heads]), jnp.full((B, Ko), -1, jnp.int32),
             jnp.ones((heads,), jnp.float32), jnp.full((Ko,), 2.0, jnp.float32), ints[k], a["weights"], a["mean"],
             jnp.zeros((B, heads), jnp.float32), codes, factors, ints[case.sink], a["flushed"], ints[k],

@@ -70,7 +70,7 @@ class Layer:
         return *lookup, self.weights, self.mean, self.lse, self.codes, self.factors, begin, end, k, capacity
 
     def prefetch(self, args, *, retriever="hata", refresh="delta", k_max=32):
-        self.label, self.age, hit, self.token = op.prefetch(
+        self.label, self.age, hit, self.token, _ = op.prefetch(
             *args,
             ints(self.layer),
             self.token,
@@ -287,6 +287,21 @@ def test_offload_and_no_offload_keep_the_same_table():
         assert counted[0].rows_posted == counted[1].rows_posted > 0 and counted[1].rows_moved == 0
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_hands_through_what_is_to_come_later(dtype):
+    with Layer() as x:
+        later = jnp.arange(12, dtype=dtype).reshape(3, 4)
+        args = x.arguments(x.next_query(), ints(4, 4), ints(90, 150), ints(9, 20), ints(12, 25))
+        call = dict(engine=x.engine.handle, retriever="hata", refresh="delta", k_max=32, scale=0.125)
+        *_, handed = jax.jit(lambda later, *a: op.prefetch(*a, later=later, **call))(
+            later, *args, ints(x.layer), x.token
+        )
+        assert handed.dtype == dtype
+        np.testing.assert_array_equal(np.asarray(handed), np.asarray(later))
+        *_, nothing = op.prefetch(*args, ints(x.layer), x.token, **call)
+        assert nothing is None
+
+
 def test_in_a_jitted_loop_with_donated_state():
     def steps(x, queries, label, age, token):
         def body(i, state):
@@ -294,7 +309,7 @@ def test_in_a_jitted_loop_with_donated_state():
             args = (x.importance, x.thresholds, x.max_age, x.weights, x.mean, x.lse, x.codes, x.factors)
             call = dict(engine=x.engine.handle, retriever="hata", refresh="delta", k_max=32, scale=0.125)
             begin, end, k, capacity = ints(4, 4), ints(90, 150), ints(9, 20), ints(12, 25)
-            label, age, _, token = op.prefetch(
+            label, age, _, token, _ = op.prefetch(
                 queries[i], label, age, *args, begin, end, k, capacity, ints(1), token, **call
             )
             return label, age, token
