@@ -106,6 +106,18 @@ class Measured:
     host_bytes: int = 0
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Warm:
+    """A session that has compiled, and whose hits are tuned where they are replayed: what is left of `chunks` is to be
+    measured, `steps` of the plan. `session`: None where its metrics are of no use. `hits`: as in `Measured`."""
+
+    chunks: Iterator[Any]
+    policy: Policy
+    engine: Engine | HostRows | None
+    session: BenchSession | None
+    hits: str
+
+
 Found = dict[tuple[str, int, int], Measured]  # by name, context (0: any), batch
 
 
@@ -152,7 +164,23 @@ def num_measurements(plan: Plan) -> int:
 
 
 def measure(plan: Plan, params: Any, way: Variant, context: int, batch: int, angles: dict[str, float]) -> Measured:
-    """One way. `angles`: how far the queries of each variant of CLO turn, found where it is not there yet.
+    """One way.
+
+    Args:
+      angles: as of `warm`.
+
+    Raises:
+      MemoryPlanError: it does not fit.
+    """
+    with warm(plan, params, way, context, batch, angles) as run:
+        measured = timed(plan, run)
+    parts, host = kept_bytes(run.policy.layout, way)
+    return dataclasses.replace(measured, device_parts=parts, host_bytes=host)
+
+
+@contextlib.contextmanager
+def warm(plan: Plan, params: Any, way: Variant, context: int, batch: int, angles: dict[str, float]) -> Iterator[Warm]:
+    """A session of one way. `angles`: how far the queries of each variant of CLO turn, found where it is not there yet.
 
     Raises:
       MemoryPlanError: it does not fit.
@@ -175,13 +203,18 @@ def measure(plan: Plan, params: Any, way: Variant, context: int, batch: int, ang
                 next(chunks)
             if tuned is not None and tuned not in angles:
                 angles[tuned] = _turn(session, chunks, engine, tables, plan.pattern, policy)
-            measured = _timed(plan, chunks, policy, engine, session, hits)
-    parts, host = kept_bytes(policy.layout, way)
-    return dataclasses.replace(measured, device_parts=parts, host_bytes=host)
+            yield Warm(chunks, policy, engine, session, hits)
 
 
 def weights_only(plan: Plan, params: Any, batch: int) -> Measured:
     """The step without attention. It is the same at every context."""
+    with warm_weights_only(plan, params, batch) as run:
+        return timed(plan, run)
+
+
+@contextlib.contextmanager
+def warm_weights_only(plan: Plan, params: Any, batch: int) -> Iterator[Warm]:
+    """A session of the step without attention."""
     model, dtype = plan.subject.model, plan.subject.dtype
     policy = WeightsOnlyPolicy(CacheLayout.full(model, batch, 0, dtype))
     request = Request([range(1)] * batch, [plan.decoded] * batch, [], None)
@@ -189,7 +222,7 @@ def weights_only(plan: Plan, params: Any, batch: int) -> Measured:
     with contextlib.closing(iter(session)) as chunks:
         for _ in range(1 + WARM_CHUNKS):
             next(chunks)
-        return _timed(plan, chunks, policy, None, None, "none")
+        yield Warm(chunks, policy, None, None, "none")
 
 
 def _turn(
@@ -213,27 +246,24 @@ def _turn(
     return angle
 
 
-def _timed(
-    plan: Plan, chunks: Iterator[Any], policy: Policy, engine: Engine | HostRows | None, session: BenchSession | None,
-    hits: str,
-) -> Measured:  # fmt: skip
-    """The timed chunks of a session that is warm. Without `session` it has no metrics."""
-    gpu = jax.default_backend() == "gpu"
+def timed(plan: Plan, run: Warm) -> Measured:
+    """The next `plan.steps` steps, chunk by chunk."""
+    gpu, engine, session = jax.default_backend() == "gpu", run.engine, run.session
     before = None if engine is None else engine.counters()
     launches, used, seconds = _host.handler_launches(), processor_seconds(), []
     for _ in range(plan.steps // plan.chunk):
         start = time.perf_counter()
-        next(chunks)
+        next(run.chunks)
         seconds.append(time.perf_counter() - start)
     used, launches = processor_seconds() - used, _host.handler_launches() - launches
     if engine is not None:
         engine.drain()
-    more = {"retriever": getattr(policy, "retriever_name", None), "backend": getattr(engine, "backend", None)}
+    more = {"retriever": getattr(run.policy, "retriever_name", None), "backend": getattr(engine, "backend", None)}
     return Measured(
         seconds, used, launches if gpu else None,
         None if engine is None else difference(engine.counters(), before),
         session.metrics().ttft_s if session is not None and plan.fill == "prefill" else None,
-        hits, more,
+        run.hits, more,
     )  # fmt: skip
 
 
