@@ -22,6 +22,7 @@ PERIOD = 64  # steps of a table that is made from a share
 # Of SmolLM2-135M: hits with thresholds by importance (docs/calibration.md), new rows on a miss (docs/design.md).
 HIT_RATE, NEW_ROWS = 0.79, 0.26
 _SEQUENCES = 16  # that have tables of their own; the next ones have the same
+_BELOW_ALL = -2.0  # cosines
 FIRST_ANGLE = np.pi / 8  # radians a step, where nothing better is known
 
 
@@ -90,10 +91,9 @@ class ReplayedPolicy(CloPolicy):
         one, other = (angle_part(angle)[:, None, None] for angle_part in (jnp.cos, jnp.sin))
         turned = tables["planes"][0] * one + tables["planes"][1] * other
         query = turned.astype(query.dtype) + tables["nothing"] * query
-        # A label equal or opposite to the query: cosine 1 or -1, sequence by sequence, about a threshold of 0.
-        sign = jnp.where(jnp.repeat(miss, self.layout.group, axis=1), -1, 1)[:, :, None]
-        label = query * sign.astype(query.dtype)
-        return super()._prefetch(layer, tables, query, at, state | {"label": label}, shared)
+        # A head that was never refreshed misses; others hit, as their thresholds are below every cosine.
+        age = jnp.where(miss, jnp.int32(-1), jnp.int32(0))
+        return super()._prefetch(layer, tables, query, at, state | {"age": age}, shared)
 
 
 def replayed(
@@ -110,7 +110,7 @@ def replayed(
         misses = pattern.misses[sequences, :, layer][..., heads]  # [B, N, Ko]
         planes = random.normal(size=(2, lay.batch, len(heads) * lay.group, lay.head_dim))
         own = {
-            "thresholds": jnp.zeros((len(heads),), jnp.float32),
+            "thresholds": jnp.full((len(heads),), _BELOW_ALL, jnp.float32),
             "misses": jnp.asarray(misses.swapaxes(0, 1)),
             "planes": jnp.asarray(planes, jnp.float32),
             "angle": jnp.float32(0),
