@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -48,7 +48,8 @@ FILLS = ("synthetic", "prefill")
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
     """What is measured. `contexts`: tokens of prompt and answer together. `steps`: timed ones, a multiple of `chunk`.
-    `pattern`: the hits of CLO; None: as the model makes them."""
+    `pattern`: the hits of CLO; None: as the model makes them. `only`: at these batches, the names of the ways to be
+    measured; at others all are."""
 
     subject: Subject
     variants: tuple[Variant, ...]  # full attention first
@@ -58,6 +59,7 @@ class Plan:
     chunk: int = 16
     fill: str = "synthetic"
     pattern: replay.Pattern | None = None
+    only: Mapping[int, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Raises ValueError: what is out of range; contexts that the model or the steps do not allow."""
@@ -89,6 +91,10 @@ class Plan:
             if variant.attention == "clo":
                 found.append(on_device(variant))
         return tuple(found)
+
+    def ways_at(self, batch: int) -> tuple[Variant, ...]:
+        """Those of `ways` that are measured at a batch."""
+        return tuple(way for way in self.ways if batch not in self.only or way.name in self.only[batch])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -145,7 +151,7 @@ def run(
         progress(f"{WEIGHTS_ONLY}, batch {batch}")
         found[WEIGHTS_ONLY, 0, batch] = weights_only(plan, params, batch)
         for context in plan.contexts:
-            for way in plan.ways:
+            for way in plan.ways_at(batch):
                 name = title(way.name, context, batch)
                 progress(name)
                 try:
@@ -160,7 +166,7 @@ def run(
 
 def num_measurements(plan: Plan) -> int:
     """How often `run` calls `progress`."""
-    return len(plan.batches) * (1 + len(plan.contexts) * len(plan.ways))
+    return sum(1 + len(plan.contexts) * len(plan.ways_at(batch)) for batch in plan.batches)
 
 
 def measure(plan: Plan, params: Any, way: Variant, context: int, batch: int, angles: dict[str, float]) -> Measured:

@@ -11,7 +11,7 @@ import argparse
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
@@ -157,12 +157,14 @@ def _rivals(steps: Steps) -> list[report.Row]:
 
 @dataclasses.dataclass(frozen=True)
 class Headline:
-    """One run: what is measured, and the rows that its goals are about. `vary`: as of `clo-jax bench decode`."""
+    """One run: what is measured, and the rows that its goals are about. `vary`: as of `clo-jax bench decode`.
+    `only`: as of `decode.Plan`."""
 
     shape: str
     contexts: tuple[int, ...]
     goals: Callable[[Steps], list[report.Row]]
     batches: tuple[int, ...] = (1,)
+    only: Mapping[int, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     policies: tuple[str, ...] = ("clo",)
     vary: tuple[str, ...] = ()
     clo: CloConfig = CloConfig()
@@ -172,7 +174,8 @@ class Headline:
 
 HEADLINES = {
     "128k": Headline(
-        "llama3-8b", (_128K,), _at_128k, batches=(1, 2, 4, 8), vary=("kv_dtype=int8", "guess_from=input")
+        "llama3-8b", (_128K,), _at_128k, batches=(1, 2, 4, 8), vary=("kv_dtype=int8", "guess_from=input"),
+        only={2: (FULL,), 4: (FULL, CLO, ON_DEVICE, INT8), 8: (INT8,)},
     ),
     "always": Headline("llama3-8b", (_128K,), _always, clo=CloConfig(retain=2.0), hit_rate=0.0, new_rows=0.14),
     "qwen": Headline("qwen2.5-14b", (_128K,), _against_full),
@@ -189,7 +192,7 @@ def plan(headline: Headline, subject: Subject, steps: int, chunk: int) -> decode
     ways = varied(variants(headline.policies, (0.1,), headline.clo, {}), headline.vary)
     pattern = replay.given(subject.model, headline.hit_rate, headline.new_rows)
     return decode.Plan(
-        subject, tuple(ways), headline.contexts, headline.batches, steps, chunk, "synthetic", pattern
+        subject, tuple(ways), headline.contexts, headline.batches, steps, chunk, "synthetic", pattern, headline.only
     )  # fmt: skip
 
 

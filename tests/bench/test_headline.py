@@ -80,7 +80,8 @@ def test_every_run_can_be_asked(name):
     planned = headline.plan(chosen, find(None, chosen.shape, None, "auto"), 128, 16)
     moved = Counters(*[1] * len(dataclasses.fields(Counters)))
     one = decode.Measured([1.0] * 8, 0.1, 0, moved, None, "replayed", {}, {"rows": 1}, 1)
-    found = {(way.name, c, b): one for way in planned.ways for c in planned.contexts for b in planned.batches}
+    found = {(way.name, c, b): one for b in planned.batches for way in planned.ways_at(b) for c in planned.contexts}
+    assert all(found.keys() >= {(name, planned.contexts[0], b) for name in only} for b, only in chosen.only.items())
     found |= {(decode.WEIGHTS_ONLY, 0, batch): one for batch in planned.batches}
     rows = chosen.goals(headline.Steps(planned, found, 1.0))
     assert any(row.goal is not None for row in rows)
