@@ -285,7 +285,7 @@ def generate(
 
     Args:
       config, policy, max_new_tokens: static.
-      params: parameters, a pytree.
+      params: parameters, plain or packed (`clo_jax.models.pack`); packed are decoded faster on a GPU.
       tables: `policy.tables()`.
       tokens: [B, N] int32, right-padded; lengths: [B] int32, 1 to N. N + max_new_tokens <= policy.layout.max_tokens.
       stop: [n] int32 stop tokens (may be empty).

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from clo_jax import checkpoints, memory, prompts
+from clo_jax import checkpoints, memory, models, prompts
 from clo_jax.cache import calibration as calibrations
 from clo_jax.cache.planner import Planner
 from clo_jax.config import ATTENTIONS, Attention, CloConfig
@@ -37,8 +37,9 @@ class LLM:
         self.config, self.tokenizer, self.attention = config, tokenizer, settings.attention
         self.clo, self.rival = settings.clo, settings.rival
         self.max_context, self.max_batch = settings.max_context, max_batch
-        self._params, self._info, self._chunk = params, info, chunk_tokens
+        self._info, self._chunk = info, chunk_tokens
         self._preparation = Preparation(config, settings)  # refuses now what does not fit the model
+        self._params = models.for_decoding(params)
         self._busy = threading.Lock()
         self._owner: int | None = None
         self._closed = False

@@ -2,6 +2,9 @@
 in float32. Attention itself is no part of a layer: it sits between `DecoderLayer.qkv` and `.finish`, where the policies
 and their caches are."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -28,15 +31,19 @@ def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float, dtype: jnp.dty
 
 
 class Linear(nnx.Module):
-    """y = x · kernel (+ bias); kernel [in, out]."""
+    """y = x · kernel (+ bias); kernel [in, out], or [out, in] of a transposed one."""
 
-    def __init__(self, size_in: int, size_out: int, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.kernel = _normal(rngs, (size_in, size_out), size_in**-0.5, dtype)
+    def __init__(
+        self, size_in: int, size_out: int, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs, transposed: bool = False
+    ):
+        shape = (size_out, size_in) if transposed else (size_in, size_out)
+        self.contract = int(transposed)
+        self.kernel = _normal(rngs, shape, size_in**-0.5, dtype)
         if bias:
             self.bias = _normal(rngs, (size_out,), 0.02, dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = matmul(x, self.kernel[...], 0)
+        y = matmul(x, self.kernel[...], self.contract)
         if hasattr(self, "bias"):
             y = y + self.bias[...].reshape((1,) * (y.ndim - 1) + (-1,))
         return y
@@ -67,6 +74,10 @@ class Projections(nnx.Module):
         self.v = Linear(hidden, narrow, config.qkv_bias, dtype, rngs)
         self.o = Linear(wide, hidden, config.output_bias, dtype, rngs)
 
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Query [..., H·D], key and value [..., K·D] of the normed stream [..., hidden]."""
+        return self.q(x), self.k(x), self.v(x)
+
 
 class MLP(nnx.Module):
     """down(silu(gate(x)) · up(x))."""
@@ -77,17 +88,46 @@ class MLP(nnx.Module):
         self.up = Linear(hidden, inner, config.mlp_bias, dtype, rngs)
         self.down = Linear(inner, hidden, config.mlp_bias, dtype, rngs)
 
+    def gate_and_up(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """[..., intermediate] each."""
+        return self.gate(x), self.up(x)
+
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        gate, up = self.gate_and_up(x)
+        return self.down(jax.nn.silu(gate) * up)
+
+
+class Head(nnx.Module):
+    """Output projection [hidden, V] of a model with untied embeddings; [V, hidden] of a transposed one."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs, transposed: bool = False):
+        shape = (config.hidden_size, config.vocab_size)
+        self.contract = int(transposed)
+        self.kernel = _normal(rngs, shape[::-1] if transposed else shape, config.hidden_size**-0.5, dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Logits, float32."""
+        return matmul(x, self.kernel[...], self.contract, jnp.float32)
+
+
+class Form(NamedTuple):
+    """How kernels are stored: the modules that hold them. Everything else is the same in each form."""
+
+    projections: Callable[[ModelConfig, jnp.dtype, nnx.Rngs], Projections]
+    mlp: Callable[[ModelConfig, jnp.dtype, nnx.Rngs], MLP]
+    head: Callable[[ModelConfig, jnp.dtype, nnx.Rngs], Head]
+
+
+PLAIN = Form(Projections, MLP, Head)  # one kernel a projection, [in, out]
 
 
 class DecoderLayer(nnx.Module):
     """One layer, cut open at its attention."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs, form: Form = PLAIN):
         self.head_dim = config.head_dim
-        self.attn = Projections(config, dtype, rngs)
-        self.mlp = MLP(config, dtype, rngs)
+        self.attn = form.projections(config, dtype, rngs)
+        self.mlp = form.mlp(config, dtype, rngs)
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
 
@@ -100,8 +140,7 @@ class DecoderLayer(nnx.Module):
 
     def qkv(self, x: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Rotated queries [B, N, H, D], rotated keys and values [B, N, K, D] of x [B, N, hidden]."""
-        normed = self.input_norm(x)
-        q, k, v = (self._heads(project(normed)) for project in (self.attn.q, self.attn.k, self.attn.v))
+        q, k, v = (self._heads(part) for part in self.attn(self.input_norm(x)))
         return rope_lib.rotate(q, rope), rope_lib.rotate(k, rope), v
 
     def add_attention(self, x: jax.Array, attended: jax.Array) -> jax.Array:
@@ -132,27 +171,16 @@ class Embed(nnx.Module):
         return matmul(x, self.embedding[...], 1, jnp.float32)
 
 
-class Head(nnx.Module):
-    """Output projection [hidden, V] of a model with untied embeddings."""
-
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.kernel = _normal(rngs, (config.hidden_size, config.vocab_size), config.hidden_size**-0.5, dtype)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Logits, float32."""
-        return matmul(x, self.kernel[...], 0, jnp.float32)
-
-
 class Decoder(nnx.Module):
     """Embedding, unrolled layers, final norm and head. Holds parameters only; the KV cache is the caller's."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs, form: Form = PLAIN):
         self.config = config
         self.embed = Embed(config, dtype, rngs)
-        self.layers = nnx.List([DecoderLayer(config, dtype, rngs) for _ in range(config.num_layers)])
+        self.layers = nnx.List([DecoderLayer(config, dtype, rngs, form) for _ in range(config.num_layers)])
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         if not config.tie_word_embeddings:
-            self.lm_head = Head(config, dtype, rngs)
+            self.lm_head = form.head(config, dtype, rngs)
 
     def rope(self, positions: jax.Array, seq_len: jax.Array) -> Rope:
         """See `clo_jax.models.rope.rotation`."""

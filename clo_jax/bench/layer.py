@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clo_jax import models
 from clo_jax.bench import dense_attention, rates, replay, report
 from clo_jax.bench.layer_program import Plan, State, fill, jitted_steps
 from clo_jax.bench.subject import random_params
@@ -86,7 +87,7 @@ class Bench:
         )  # fmt: skip
         self.tables = self.delta.tables()
         keys = jax.random.split(jax.random.key(0), 4)
-        self.params = random_params(model, dtype)
+        self.params = models.for_decoding(random_params(model, dtype))
         self.x0 = jax.random.normal(keys[1], (1, 1, model.hidden_size), jnp.dtype(dtype))
         self.planes = jax.random.normal(keys[2], (L, 2, H, D), jnp.float32)
         self.nothing = jnp.zeros((), jnp.dtype(dtype))

@@ -58,22 +58,28 @@ class Subject:
         }  # fmt: skip
 
     def params(self) -> Any:
-        """The parameters, on the device.
+        """The parameters, on the device, in the form in which an `LLM` has them.
 
         Raises:
           MemoryPlanError: they do not fit there.
         """
         if self.info is None:
             found = memory.device()
+            parts = {
+                "parameters": self.weight_bytes,
+                "packing": models.packing_bytes(self.model, jnp.dtype(self.dtype).itemsize),
+            }
             if found is None:
-                place = memory.Place("host memory", {"parameters": self.weight_bytes}, memory.available_host_bytes(),
+                place = memory.Place("host memory", parts, memory.available_host_bytes(),
                                      "Take a smaller --shape or fewer --layers")  # fmt: skip
                 memory.require(place)
             else:
-                memory.require(*memory.device_places({"parameters": self.weight_bytes}, {}, found))
-            return random_params(self.model, self.dtype)
+                memory.require(*memory.device_places(parts, {}, found))
+            return models.for_decoding(random_params(self.model, self.dtype))
         _, params, _ = checkpoints.load_checkpoint(self.info.path, dtype=self.dtype)
-        return params | {"layers": {layer: params["layers"][layer] for layer in range(self.model.num_layers)}}
+        kept = {layer: params["layers"][layer] for layer in range(self.model.num_layers)}
+        del params["layers"]  # those left out are freed first
+        return models.for_decoding(params | {"layers": kept})
 
     def prompts(self, batch: int, length: int) -> list[list[int]]:
         """Token ids: generated prose where there is a tokenizer, else random ones; another text for each sequence."""

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clo_jax import models
 from clo_jax.cache.calibration_parts import Costs
 from clo_jax.cache.hardware import layer_weight_bytes
 from clo_jax.cache.layout import CacheLayout
@@ -78,6 +79,8 @@ def layer_seconds(
         raise ValueError("num_layers: got 1, wanted at least 2 to tell a layer's time from that of the rest")
     weights = layer_weight_bytes(config, params["embed"]["embedding"].dtype.itemsize)
     number = min(config.num_layers, max(3, 1 + -(-_READ_BYTES // weights)))
+    some = params | {"layers": {layer: params["layers"][layer] for layer in range(number)}}
+    params = models.for_decoding(some, keep=True)  # as an LLM decodes
     for _ in range(repeats):
         few, many = (
             _step_seconds(config, params, clo, batch, context, backend, repeats, steps, layers)
