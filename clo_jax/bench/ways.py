@@ -3,6 +3,8 @@ them fit, what they keep where."""
 
 import dataclasses
 import resource
+from collections.abc import Mapping
+from typing import Any
 
 from clo_jax.bench.subject import Subject
 from clo_jax.cache.layout import CacheLayout
@@ -35,6 +37,11 @@ def require_sizes(subject: Subject, contexts: tuple[int, ...], batches: tuple[in
 def title(name: str, context: int, batch: int) -> str:
     """What a figure is called."""
     return f"{name}, {context} tokens" + (f", batch {batch}" if batch > 1 else "")
+
+
+def policy(row: Mapping[str, Any]) -> str:
+    """Whose figure a row of a results file is: the name that `title` was given, settings that are varied included."""
+    return row["name"].partition(f", {row['context']} tokens")[0]
 
 
 def why_it_does_not_fit(error: Exception) -> str:

@@ -4,6 +4,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from clo_jax.bench.ways import policy
 from clo_jax.cli._figures import new_figure, save
 
 Rows = Sequence[Mapping[str, Any]]
@@ -43,15 +44,15 @@ def draw_memory(path: pathlib.Path, content: Mapping[str, Any], title: str) -> N
 
 
 def _series(rows: Rows) -> dict[str, list[Mapping[str, Any]]]:
-    """Rows by system."""
+    """Rows by policy."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        found.setdefault(row["name"].split(",")[0], []).append(row)
+        found.setdefault(policy(row), []).append(row)
     return found
 
 
 def _panel(axis: Any, rows: Rows, across: str, up: str) -> None:
-    """A line for each system: bytes on a logarithmic scale, rates from 0."""
+    """A line for each policy: bytes on a logarithmic scale, rates from 0."""
     series = _series(rows)
     scale = 1.0 if up == "value" else 2**-30
     for number, (name, own) in enumerate(series.items()):

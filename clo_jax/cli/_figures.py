@@ -5,16 +5,23 @@ import textwrap
 from typing import Any
 
 
+def require_matplotlib() -> None:
+    """Raises RuntimeError where it is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise RuntimeError("pictures: matplotlib is not installed: pip install 'clo-jax[plot]'") from None
+
+
 def new_figure(width: float, height: float) -> Any:
     """An empty one, sizes in inches.
 
     Raises:
       RuntimeError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise RuntimeError("--plot: matplotlib is not installed: pip install 'clo-jax[plot]'") from None
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(width, height), layout="constrained")
 
 

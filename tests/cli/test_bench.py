@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from clo_jax.bench import report
-from clo_jax.cli import bench
+from clo_jax.bench import report, ways
+from clo_jax.cli import _bench_plots, bench
 from tests import tiny, tiny_checkpoint
 
 TINY = ("--shape", "tiny", "--layers", "2", "--dtype", "float32")
@@ -135,3 +135,9 @@ def test_every_bench_has_help(run):
     assert names == {"decode", "prefill", "memory", "layer", "transfer", "ablation"}
     for name in names:
         assert run("bench", name, "--help").code == 0
+
+
+def test_in_pictures_a_policy_with_other_settings_is_a_line_of_its_own():
+    names = ["clo 10 %", "clo 10 %, kv_dtype=int8", "clo 10 %, kv_dtype=int8 on the device"]
+    rows = [{"name": ways.title(name, n, b), "context": n} for name in names for n in (8, 16) for b in (1, 2)]
+    assert {name: len(own) for name, own in _bench_plots._series(rows).items()} == dict.fromkeys(names, 4)
