@@ -90,12 +90,13 @@ __device__ void note_miss(DeviceCounters* counters, int selected, int moves, boo
 }
 
 // The blocks of a cluster copy the rows of a head's request.
+template <bool kOdd>
 __device__ __noinline__ void copy_moves(const LayerView& v, int head, int moves, int rank) {
-  const int at_once = rows_at_once(static_cast<int>(row_bytes(v) / 16)), chunks = (moves + at_once - 1) / at_once;
+  const int at_once = rows_at_once<kOdd>(static_cast<int>(row_bytes(v) / 16)), chunks = (moves + at_once - 1) / at_once;
   const int warp = static_cast<int>(threadIdx.x) / 32;
 #pragma unroll 1
   for (int chunk = warp * kClusterBlocks + rank; chunk < chunks; chunk += kShareWarps * kClusterBlocks)
-    copy_chunk(v, head, moves, chunk);
+    copy_chunk<kOdd>(v, head, moves, chunk);
 }
 
 // What a block that ends adds to the count of those that have; the first of a cluster for all of it.
@@ -166,7 +167,8 @@ __global__ void __cluster_dims__(kClusterBlocks)
     const Outcome outcome = share.move(head);
     if (hand.serves) {
       cluster_barrier();  // the request is complete
-      copy_moves(v, i, outcome.moves, share.rank());
+      if (odd_rows(v)) copy_moves<true>(v, i, outcome.moves, share.rank());
+      else copy_moves<false>(v, i, outcome.moves, share.rank());
     }
     if (share.rank() == 0 && tid == 0) {
       v.request.counts[i] = outcome.moves;

@@ -23,13 +23,14 @@ __device__ uint32_t load_host_word(const uint32_t* p) {
 
 // All blocks of the grid together copy the rows of a layer's request. Chunks of rows go round the warps of the grid
 // regardless of heads, so that one long head keeps every warp busy.
-__device__ void copy_request(const LayerView& view, DeviceCounters* counters) {
+template <bool kOdd>
+__device__ void copy_request_of(const LayerView& view, DeviceCounters* counters) {
   __shared__ int32_t counts[kHeadsAtOnce];
   const int lane = static_cast<int>(threadIdx.x) & 31;
   const int warp = static_cast<int>(threadIdx.x) / 32 * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
   const int warps = kWarps * static_cast<int>(gridDim.x);
   const int heads = static_cast<int>(view.batch * view.kv_heads);
-  const int at_once = rows_at_once(static_cast<int>(row_bytes(view) / 16));
+  const int at_once = rows_at_once<kOdd>(static_cast<int>(row_bytes(view) / 16));
   int turn = 0;  // chunks of the heads before this one, modulo the warps
   for (int first = 0; first < heads; first += kHeadsAtOnce) {
     const int batch = min(kHeadsAtOnce, heads - first);
@@ -46,10 +47,15 @@ __device__ void copy_request(const LayerView& view, DeviceCounters* counters) {
       if (count == 0) continue;
       const int chunks = (count + at_once - 1) / at_once;
       for (int chunk = (warp - turn + warps) % warps; chunk < chunks; chunk += warps)
-        copy_chunk(view, first + h, count, chunk);
+        copy_chunk<kOdd>(view, first + h, count, chunk);
       turn = (turn + chunks) % warps;
     }
   }
+}
+
+__device__ void copy_request(const LayerView& view, DeviceCounters* counters) {
+  if (odd_rows(view)) copy_request_of<true>(view, counters);
+  else copy_request_of<false>(view, counters);
 }
 
 // After every thread of the block has copied its rows: the last block to come here publishes the sequence number.

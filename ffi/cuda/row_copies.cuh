@@ -23,6 +23,33 @@ __device__ __forceinline__ uint4 load_host(const uint4* p) {
   return v;
 }
 
+// Lanes for a row of an odd number of vectors, one more than it has where they are fewer than a warp's.
+__device__ __forceinline__ int odd_lanes(int row_vectors) { return row_vectors < 16 ? 16 : 32; }
+
+// copy_rows for rows that begin or end in the middle of a sector of 32 bytes. No two loads of a warp may ask for the two
+// halves of one: whatever else uses memory then becomes slower by up to ten times (docs/gpu.md). So every load begins
+// with a row or with a sector.
+__device__ inline void copy_odd_rows(const uint4* from, uint4* to, int32_t token, int32_t slot, int rows, int row_vectors) {
+  const int lane = static_cast<int>(threadIdx.x) & 31, lanes = odd_lanes(row_vectors), beside = 32 / lanes;
+  const int odd = static_cast<int>(reinterpret_cast<uintptr_t>(from) / 16 % 2);  // where the head's rows begin
+  for (int first = lane / lanes; first - lane / lanes < rows; first += kInFlight * beside) {
+    for (int begin = lane % lanes; begin - lane % lanes <= row_vectors; begin += lanes) {
+      uint4 value[kInFlight];
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+        const int row = first + u * beside, t = __shfl_sync(~0u, token, row & 31), column = begin - ((odd + t) & 1);
+        if (row < rows && column >= 0 && column < row_vectors) value[u] = load_host(from + t * row_vectors + column);
+      }
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+        const int row = first + u * beside, t = __shfl_sync(~0u, token, row & 31), s = __shfl_sync(~0u, slot, row & 31);
+        const int column = begin - ((odd + t) & 1);
+        if (row < rows && column >= 0 && column < row_vectors) to[s * row_vectors + column] = value[u];
+      }
+    }
+  }
+}
+
 // One warp copies up to 32 rows of a head, given by one token and slot in each of the first `rows` lanes. All loads of a
 // step are issued before its first store. (A head has less than 2^31 vectors: the engine sees to it.)
 __device__ inline void copy_rows(const uint4* from, uint4* to, int32_t token, int32_t slot, int rows, int row_vectors) {
@@ -43,21 +70,30 @@ __device__ inline void copy_rows(const uint4* from, uint4* to, int32_t token, in
   }
 }
 
+// Whether a layer's rows are of an odd number of vectors: kOdd of what follows, for which registers are shared out apart.
+__device__ __forceinline__ bool odd_rows(const LayerView& view) { return row_bytes(view) / 16 % 2 != 0; }
+
 // Rows that a warp copies together.
-__device__ __forceinline__ int rows_at_once(int row_vectors) { return max(1, min(32, kChunkVectors / row_vectors)); }
+template <bool kOdd>
+__device__ __forceinline__ int rows_at_once(int row_vectors) {
+  return kOdd ? kInFlight * (32 / odd_lanes(row_vectors)) : max(1, min(32, kChunkVectors / row_vectors));
+}
 
 // The chunk-th rows_at_once() moves of a head that has `count` of them.
+template <bool kOdd>
 __device__ __forceinline__ void copy_chunk(const LayerView& view, int64_t head, int count, int chunk) {
   const int lane = static_cast<int>(threadIdx.x) & 31;
-  const int row_vectors = static_cast<int>(row_bytes(view) / 16), at_once = rows_at_once(row_vectors);
+  const int row_vectors = static_cast<int>(row_bytes(view) / 16), at_once = rows_at_once<kOdd>(row_vectors);
   const int row = chunk * at_once, rows = min(at_once, count - row);
   int32_t token = 0, slot = 0;
   if (lane < rows) {
     token = __ldcg(view.request.tokens + head * view.num_slots + row + lane);
     slot = __ldcg(view.request.slots + head * view.num_slots + row + lane);
   }
-  copy_rows(static_cast<const uint4*>(view.host_rows) + head * view.max_tokens * row_vectors,
-            static_cast<uint4*>(view.selected_rows) + head * view.num_slots * row_vectors, token, slot, rows, row_vectors);
+  const uint4* const from = static_cast<const uint4*>(view.host_rows) + head * view.max_tokens * row_vectors;
+  uint4* const to = static_cast<uint4*>(view.selected_rows) + head * view.num_slots * row_vectors;
+  if constexpr (kOdd) copy_odd_rows(from, to, token, slot, rows, row_vectors);
+  else copy_rows(from, to, token, slot, rows, row_vectors);
 }
 
 // A pseudo-random time, the same for the same seed, layer and sequence number.

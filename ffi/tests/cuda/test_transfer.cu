@@ -266,6 +266,10 @@ void run(bool small) {
       {{1, 4}, 1, 200, 100, 256, DType::kF32},     // 2048
       {{3}, 1, 200, 64, 8, DType::kBF16},          // 32
       {{2}, 1, 100, 20, 520, DType::kF32},         // more than a warp has in flight
+      {{3, 1}, 1, 301, 60, 20, DType::kBF16},      // 80: rows that end in the middle of a sector, two a load
+      {{3}, 2, 301, 60, 68, DType::kBF16},         // 272: one a load
+      {{2}, 1, 301, 60, 132, DType::kBF16},        // 528: two loads a row
+      {{2}, 1, 301, 60, 60, DType::kBF16},         // 240: a load's lanes but one
       {{8}, 160, 64, 8, 64, DType::kBF16},         // more heads than fit at once
   };
   for (const Shape& s : shapes)
