@@ -179,15 +179,17 @@ class Headline:
 HEADLINES = {
     "128k": Headline(
         "llama3-8b", (_128K,), _at_128k, batches=(1, 2, 4, 8), vary=("kv_dtype=int8", "guess_from=input"),
-        only={2: (FULL,), 4: (FULL, CLO, INT8, EARLY), 8: (INT8,)},
+        only={1: (FULL, CLO, ON_DEVICE, INT8, EARLY), 2: (FULL,), 4: (FULL, CLO, INT8, EARLY), 8: (INT8,)},
     ),
     "always": Headline(
         "llama3-8b", (_128K,), _always, vary=("kv_dtype=int8", "guess_from=input"), clo=CloConfig(retain=2.0),
-        hit_rate=0.0, new_rows=0.14,
+        hit_rate=0.0, new_rows=0.14, only={1: (FULL, CLO, INT8, EARLY)},
     ),
-    "qwen": Headline("qwen2.5-14b", (_128K,), _against_full),
-    "growth": Headline("llama3-8b", (32768, _128K, 524288), _growth, vary=("kv_dtype=fp8",)),
-    "1m": Headline("llama3-8b", (1048576,), _million, clo=CloConfig(kv_dtype="fp8")),
+    "qwen": Headline("qwen2.5-14b", (_128K,), _against_full, only={1: (FULL, CLO)}),
+    "growth": Headline(
+        "llama3-8b", (32768, _128K, 524288), _growth, vary=("kv_dtype=fp8",), only={1: (FULL, CLO, FP8)}
+    ),
+    "1m": Headline("llama3-8b", (1048576,), _million, clo=CloConfig(kv_dtype="fp8"), only={1: (CLO,)}),
     "rivals": Headline(
         "llama3-8b", (_128K,), _rivals, batches=(1, 4), policies=("clo", "retroinfer", "infinigen", "pqcache")
     ),
