@@ -31,7 +31,7 @@ ffi::Error parse(ffi::AnyBuffer x, ffi::AnyBuffer y, ffi::RemainingArgs scales, 
   p.sum = sum->untyped_data();
   for (int n = 0; n < p.norms; ++n) {
     const auto scale = scales.get<ffi::AnyBuffer>(n);
-    const auto result = normed.get<ffi::AnyBuffer>(n);
+    auto result = normed.get<ffi::AnyBuffer>(n);
     if (scale.has_error() || result.has_error()) return invalid("add_norms", "scales and norms must be arrays");
     DType dtype;
     if (!has_shape(*scale, {p.hidden}) || !translate(scale->element_type(), &dtype) ||

@@ -107,7 +107,8 @@ int main(int argc, char** argv) {
     for (DType scale_dtype : {dtype, DType::kF32}) {
       for (int64_t hidden : sizes)
         for (int norms : {1, 2})
-          for (int64_t rows : {1, 2, hidden > 5000 ? 3 : 9}) check(random, {rows, hidden, norms, dtype, scale_dtype, rows == 2});
+          for (int64_t rows : {1, 2, hidden > 5000 ? 3 : 9})
+            check(random, {rows, hidden, norms, dtype, scale_dtype, rows == 2});
       check(random, {3, 4096, 2, dtype, scale_dtype, true, 1});
       check(random, {2, 8192, 1, dtype, scale_dtype, false, 3});
     }
