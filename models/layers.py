@@ -2,7 +2,7 @@
 in float32. Attention itself is no part of a layer: it sits between `DecoderLayer.qkv` and `.finish`, where the policies
 and their caches are."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -11,6 +11,7 @@ from flax import nnx
 
 from clo_jax.config import ModelConfig
 from clo_jax.models import rope as rope_lib
+from clo_jax.ops.add_norms import add_norms
 
 Rope = tuple[jax.Array, jax.Array]
 
@@ -61,6 +62,11 @@ class RMSNorm(nnx.Module):
         normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         scale = self.scale[...].astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
         return (normed * scale).astype(x.dtype)
+
+
+def add_and_norm(x: jax.Array, y: jax.Array, norms: Sequence[RMSNorm]) -> tuple[jax.Array, ...]:
+    """x + y [..., hidden] and one or two norms, of equal eps, of it. For decoding: one kernel on a GPU."""
+    return add_norms(x, y, [norm.scale[...] for norm in norms], norms[0].eps)
 
 
 class Projections(nnx.Module):
@@ -134,19 +140,31 @@ class DecoderLayer(nnx.Module):
     def _heads(self, x: jax.Array) -> jax.Array:
         return x.reshape(*x.shape[:-1], -1, self.head_dim)
 
+    def query_of(self, normed: jax.Array, rope: Rope) -> jax.Array:
+        """Rotated queries [B, N, H, D] of the stream after `input_norm` [B, N, hidden]."""
+        return rope_lib.rotate(self._heads(self.attn.q(normed)), rope)
+
+    def qkv_of(self, normed: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Rotated queries [B, N, H, D], rotated keys and values [B, N, K, D] of the stream after `input_norm`."""
+        q, k, v = (self._heads(part) for part in self.attn(normed))
+        return rope_lib.rotate(q, rope), rope_lib.rotate(k, rope), v
+
+    def project(self, attended: jax.Array) -> jax.Array:
+        """What attention adds to the stream [B, N, hidden], of what the heads attended to [B, N, H, D]."""
+        return self.attn.o(attended.reshape(*attended.shape[:-2], -1))
+
     def query(self, x: jax.Array, rope: Rope) -> jax.Array:
-        """Rotated queries [B, N, H, D] of the residual stream x [B, N, hidden]."""
-        return rope_lib.rotate(self._heads(self.attn.q(self.input_norm(x))), rope)
+        """`query_of` the residual stream x [B, N, hidden]."""
+        return self.query_of(self.input_norm(x), rope)
 
     def qkv(self, x: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Rotated queries [B, N, H, D], rotated keys and values [B, N, K, D] of x [B, N, hidden]."""
-        q, k, v = (self._heads(part) for part in self.attn(self.input_norm(x)))
-        return rope_lib.rotate(q, rope), rope_lib.rotate(k, rope), v
+        """`qkv_of` the residual stream x [B, N, hidden]."""
+        return self.qkv_of(self.input_norm(x), rope)
 
     def add_attention(self, x: jax.Array, attended: jax.Array) -> jax.Array:
         """The residual stream [B, N, hidden] between attention and MLP, from the layer's input x and what its heads
         attended to [B, N, H, D]."""
-        return x + self.attn.o(attended.reshape(*attended.shape[:-2], -1))
+        return x + self.project(attended)
 
     def add_mlp(self, x: jax.Array) -> jax.Array:
         """The layer's output [B, N, hidden] from the stream between attention and MLP."""
@@ -186,7 +204,10 @@ class Decoder(nnx.Module):
         """See `clo_jax.models.rope.rotation`."""
         return rope_lib.rotation(self.config, positions, seq_len)
 
+    def logits_of(self, normed: jax.Array) -> jax.Array:
+        """Logits float32 [B, N, V] of the stream after `final_norm` [B, N, hidden]."""
+        return self.embed.attend(normed) if self.config.tie_word_embeddings else self.lm_head(normed)
+
     def logits(self, x: jax.Array) -> jax.Array:
         """Logits float32 [B, N, V] of the last layer's output x [B, N, hidden]."""
-        normed = self.final_norm(x)
-        return self.embed.attend(normed) if self.config.tie_word_embeddings else self.lm_head(normed)
+        return self.logits_of(self.final_norm(x))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from clo_jax import generate as gen
+from clo_jax.policies.full import FullPolicy
 from clo_jax.sampling import Sampling
 from tests import tiny
 
@@ -88,6 +89,22 @@ def test_steps_after_the_end_change_nothing():
     assert early[1].position.tolist() == late[1].position.tolist() == [42, 35]
     for name in ("token", "count", "done"):
         assert (getattr(early[1], name) == getattr(late[1], name)).all()
+
+
+@pytest.mark.parametrize("guess_from", ["input", "attention"])
+def test_a_step_for_cuda_norms_the_stream_in_two_calls_a_layer(guess_from):
+    class Policy(FullPolicy):
+        pass
+
+    Policy.guess_from = guess_from
+    config, weights, lengths = tiny.LLAMA, tiny.params(tiny.LLAMA), jnp.array([3], jnp.int32)
+    policy = Policy(tiny.full_policy(config, 1, 64).layout)
+    start = gen.prefill(config, policy, weights, policy.tables(), jnp.zeros((1, 64), jnp.int32), lengths)
+    state = gen.begin(*start, lengths, None, gen.Limits(jnp.array([9], jnp.int32), jnp.array([-1])))
+    step = jax.jit(gen.decode_step, static_argnums=(0, 1)).trace(config, policy, weights, policy.tables(), state)
+    text = step.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@clo_add_norms") == 2 * config.num_layers
+    assert text.count("stablehlo.rsqrt") == 1  # of the first layer's input, which nothing is added to
 
 
 def test_pure_generate_refuses_what_does_not_fit():

@@ -79,12 +79,14 @@ def test_what_comes_after_a_prefetch_is_computed_from_what_it_hands_through(kind
 
     at, rows = gen.Position(jnp.array([1], jnp.int32), jnp.ones((1,), bool)), list(layers)
     model, rope = models.merge(config, params), models.rotation(config, jnp.array([[1]], jnp.int32), lengths + 1)
-    x = model.embed(prompt) + 1  # the first layer's own prefetch
+    x = model.embed(prompt)
     for index, layer in enumerate(model.layers):
-        last = index == config.num_layers - 1
-        x = x if last or kind is GuessedFromAttention else x + 1
-        q, k, v = (part[:, 0] for part in layer.qkv(x, rope))
+        first, last = index == 0, index == config.num_layers - 1
+        # What attention is computed from has been through the first layer's own prefetch, and what is computed from the
+        # stream that names the guess through the next layer's, the last layer's excepted.
+        normed = layer.input_norm(x) + int(first) + int(not last and kind is GuessedFromInput)
+        q, k, v = (part[:, 0] for part in layer.qkv_of(normed, rope))
         attended, *_ = policy.attend(index, tables[index], q, k, v, at, rows[index], shared)
         x = layer.add_attention(x, attended[:, None])
-        x = layer.add_mlp(x if last or kind is GuessedFromInput else x + 1)
+        x = x + layer.mlp(layer.post_norm(x) + int(not last and kind is GuessedFromAttention))
     assert np.allclose(logits, model.logits(x)[:, 0], atol=1e-4)

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from clo_jax import models
 from clo_jax.cache.layout import CacheLayout
 from clo_jax.config import ModelConfig
+from clo_jax.generate import norms_of_stream
+from clo_jax.models.layers import add_and_norm
 from clo_jax.policies.base import LATER, LayerState, Position, Prefilled, Shared, Tables
 from clo_jax.policies.clo import CloPolicy
 
@@ -55,42 +57,46 @@ def decode_step(
     """One token at `position` [1] through all layers. Without a policy only the matrix products: those of the guessed
     queries too."""
     model, L = models.merge(config, params), config.num_layers
-    x = x0 + plan.nothing * state.x
     layers, shared = list(state.layers), state.shared
     rope = models.rotation(config, position[:, None], position + 1)
+    followers = [*model.layers[1:], model.layers[0]]
+    inputs, middles = norms_of_stream(model, "input" if policy is None else policy.guess_from, followers)
 
-    def prefetch(index: int, x: jax.Array) -> jax.Array:
-        """For the layer after `index`, from the residual stream x, which it returns as `generate.decode_step` does."""
+    def prefetch(index: int, normed: jax.Array, guessed_from: jax.Array | None = None) -> jax.Array:
+        """For the layer after `index`, as `generate.decode_step` does for a layer."""
         nonlocal shared
+        if guessed_from is None:
+            return normed
         ahead, late = (index + 1) % L, (index + 1) // L
-        guess = model.layers[ahead].query(x, rope)[:, 0]
+        guess = followers[index].query_of(guessed_from, rope)[:, 0]
         target = engine_layer(ahead, L)
         row = (state.step + late) % plan.misses.shape[0]
         table = tables[target] | {"thresholds": jnp.where(plan.misses[row, target], NEVER, ALWAYS)}
         angle = plan.angle * (state.step + late).astype(jnp.float32)
-        query = turned(plan.planes[target], angle).astype(x.dtype) + plan.nothing * guess
+        query = turned(plan.planes[target], angle).astype(normed.dtype) + plan.nothing * guess
         at = Position(position + late, jnp.ones((1,), bool))
-        handed = {**shared, LATER: x}
+        handed = {**shared, LATER: normed}
         layers[target], handed = policy.prefetch(target, table, query, at, layers[target], handed)
         shared = {name: array for name, array in handed.items() if name != LATER}
         return handed[LATER]
 
+    x = x0 + plan.nothing * state.x
+    normed, *ahead = (norm(x) for norm in inputs[0])
     for index, layer in enumerate(model.layers):
         if policy is None:
-            guess = model.layers[(index + 1) % L].query(x, rope)
-            q, k, v = layer.qkv(x, rope)
-            x = layer.finish(x, q + plan.nothing * (guess + jnp.sum(k) + jnp.sum(v)))
-            continue
-        if policy.guess_from == "input":
-            x = prefetch(index, x)
-        q, k, v = (part[:, 0] for part in layer.qkv(x, rope))
-        own = engine_layer(index, L)
-        at = Position(position, jnp.ones((1,), bool))
-        out, layers[own], shared = policy.attend(own, tables[own], q, k, v, at, layers[own], shared)
-        x = layer.add_attention(x, out[:, None])
-        if policy.guess_from == "attention":
-            x = prefetch(index, x)
-        x = layer.add_mlp(x)
+            q, k, v = layer.qkv_of(normed, rope)
+            guess = followers[index].query_of(*ahead, rope)
+            attended = q + plan.nothing * (guess + jnp.sum(k) + jnp.sum(v))
+        else:
+            normed = prefetch(index, normed, *ahead)
+            q, k, v = (part[:, 0] for part in layer.qkv_of(normed, rope))
+            own = engine_layer(index, L)
+            at = Position(position, jnp.ones((1,), bool))
+            out, layers[own], shared = policy.attend(own, tables[own], q, k, v, at, layers[own], shared)
+            attended = out[:, None]
+        x, normed, *ahead = add_and_norm(x, layer.project(attended), middles[index])
+        normed = prefetch(index, normed, *ahead)
+        x, normed, *ahead = add_and_norm(x, layer.mlp(normed), inputs[index + 1])
     return State(x, tuple(layers), shared, state.step + 1)
 
 

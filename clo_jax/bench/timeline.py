@@ -36,6 +36,7 @@ OURS = {
         "serve_posted_kernel", "hand_over_kernel",
     ),
     "offload": ("offload_kernel", "offload_quantized_kernel"),
+    "norms": ("add_norms_kernel",),
     TRANSFER: ("serve_resident_kernel", "scatter_rows_kernel"),  # on streams of their own, beside the program
 }  # fmt: skip
 THEIRS = {"copies": ("memcpy", "memset"), "matrix products": ("gemm", "gemv", "cutlass", "nvjet", "splitk", "dot")}

@@ -20,8 +20,9 @@ LayerState = dict[str, jax.Array]
 Shared = dict[str, jax.Array]
 Tables = dict[str, jax.Array]
 
-# In `Shared` while a layer is prefetched: the residual stream, which a policy that asks for rows hands through, so that
-# what is computed from it next comes after the request and hides the transfer.
+# In `Shared` while a layer is prefetched: what the layer at hand goes on with (the normed input of its MLP, or of its
+# attention), which a policy that asks for rows hands through, so that what is computed from it comes after the request
+# and hides the transfer.
 LATER = "later"
 
 

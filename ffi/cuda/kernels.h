@@ -1,4 +1,5 @@
-// Launchers of the CUDA kernels: one per op, over the params structs of the CPU kernels with device pointers in them.
+// Launchers of the CUDA kernels: one per op, over the params structs of the CPU kernels with device pointers in them
+// (add_norms has no CPU kernel).
 //
 // A launcher only launches: no allocation, no synchronisation, no host work that depends on values in device memory, so
 // that it can be captured in a graph and replayed. Grid and memory sizes follow from shapes. Scratch memory comes from
@@ -46,6 +47,8 @@ struct EngineRef {
   TransferControl* control;  // what the transfer kernels need; null with flags
   bool served_by_threads;    // of the CPU: a post is followed by hand_over (hand_over.h), not by serve_posted
 };
+
+cudaError_t add_norms(const AddNormsParams& p, cudaStream_t stream);
 
 cudaError_t hash_encode(const HashEncodeParams& p, cudaStream_t stream);
 

@@ -18,6 +18,7 @@ CLO_HANDLERS(CLO_DECLARE_HANDLER)
 
 #if CLO_CUDA_BUILD
 #define CLO_CUDA_HANDLERS(X) \
+  X(add_norms) \
   X(attend) \
   X(cache_lookup) \
   X(hash_encode) \

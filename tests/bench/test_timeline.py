@@ -31,6 +31,7 @@ def own(found):
         ("_ZN3clo4cuda12_GLOBAL__N_115merge_fragmentsINS0_4TileEEEvNS0_10AttendArgsE", "attend", "merge_fragments"),
         ("void clo::cuda::select_kernel<(Retriever)1, 2, true>(SelectArguments)", "prefetch", "select_kernel"),
         ("offload_quantized_kernel", "offload", "offload_quantized_kernel"),
+        ("void clo::cuda::add_norms_kernel<float, float, 2, 4, 1>(AddNormsParams, float)", "norms", "add_norms_kernel"),
         (SERVE, "transfer", "serve_resident_kernel"),
         ("MemcpyD2D", "copies", "MemcpyD2D"),
         ("gemm_fusion_dot_general_3", "matrix products", "gemm_fusion_dot_general_3"),

@@ -68,6 +68,21 @@ struct PrefetchParams {
   LayerView view;
 };
 
+// The sum of two arrays and RMS norms of its rows. On a GPU only: see clo_jax/ops/add_norms.py.
+constexpr int kMaxNorms = 2;
+constexpr int64_t kMaxNormHidden = 16384;
+struct AddNormsParams {
+  int64_t rows, hidden;
+  int norms;                       // 1 to kMaxNorms
+  DType dtype, scale_dtype;        // the latter is dtype or kF32
+  float eps;                       // added to the mean of squares
+  const void* x;                   // [rows, hidden] T
+  const void* y;                   // [rows, hidden] T
+  const void* scales[kMaxNorms];   // [hidden] scale_dtype
+  void* sum;                       // [rows, hidden] T; may be x
+  void* normed[kMaxNorms];         // [rows, hidden] T
+};
+
 // What attend waits with before it reads selected rows; returns an error text or nothing. (A function pointer, so that
 // kernels do not depend on the engine.)
 struct ReadyWait {
