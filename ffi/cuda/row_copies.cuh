@@ -14,11 +14,13 @@ constexpr int kInFlight = 4;
 constexpr int kChunkVectors = 32 * kInFlight;
 
 // Host rows change between two requests of a kernel that runs on, so they must not come from the (incoherent) L1.
-__device__ __forceinline__ uint4 load_host(const uint4* p) {
+// For a lane that has nothing to load `instead` is read, device memory: a load under a condition would be made into one
+// register and a move from there, and the move waits for the link.
+__device__ __forceinline__ uint4 load_host(bool used, const uint4* p, const uint4* instead) {
   uint4 v;
   asm volatile("ld.relaxed.sys.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p)
+               : "l"(used ? p : instead)
                : "memory");
   return v;
 }
@@ -38,7 +40,7 @@ __device__ inline void copy_odd_rows(const uint4* from, uint4* to, int32_t token
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
         const int row = first + u * beside, t = __shfl_sync(~0u, token, row & 31), column = begin - ((odd + t) & 1);
-        if (row < rows && column >= 0 && column < row_vectors) value[u] = load_host(from + t * row_vectors + column);
+        value[u] = load_host(row < rows && column >= 0 && column < row_vectors, from + t * row_vectors + column, to);
       }
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
@@ -62,7 +64,7 @@ __device__ inline void copy_rows(const uint4* from, uint4* to, int32_t token, in
       const int vector = start + 32 * u + lane, row = vector / row_vectors, column = vector - row * row_vectors;
       const int t = __shfl_sync(~0u, token, row & 31), s = __shfl_sync(~0u, slot, row & 31);
       target[u] = vector < total ? s * row_vectors + column : -1;
-      if (vector < total) value[u] = load_host(from + t * row_vectors + column);
+      value[u] = load_host(vector < total, from + t * row_vectors + column, to);
     }
 #pragma unroll
     for (int u = 0; u < kInFlight; ++u)
