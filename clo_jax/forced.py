@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clo_jax.config import ModelConfig
-from clo_jax.generate import DecodeState, decode_step
+from clo_jax.decode_step import DecodeState, decode_step
 from clo_jax.interrupt import deferred_interrupt
 from clo_jax.policies.attended import Attended, attended, observed
 from clo_jax.policies.base import Policy, Tables

@@ -30,6 +30,7 @@ FLOORS = {
     "clo_jax.models": 3,
     "clo_jax.policies": 4,
     "clo_jax.checkpoints": 4,
+    "clo_jax.decode_step": 5,
     "clo_jax.generate": 5,
     "clo_jax.results": 5,
     "clo_jax.session": 6,

@@ -11,7 +11,7 @@ import pytest
 from clo_jax import generate as gen
 from clo_jax import models
 from clo_jax.ops import causal_attention
-from clo_jax.policies.base import LATER
+from clo_jax.policies.base import LATER, Position
 from clo_jax.policies.full import FullPolicy
 from tests import tiny
 
@@ -77,7 +77,7 @@ def test_what_comes_after_a_prefetch_is_computed_from_what_it_hands_through(kind
     logits, state = gen.decode_step(config, policy, params, tables, state)
     assert set(state.shared) == set(shared)
 
-    at, rows = gen.Position(jnp.array([1], jnp.int32), jnp.ones((1,), bool)), list(layers)
+    at, rows = Position(jnp.array([1], jnp.int32), jnp.ones((1,), bool)), list(layers)
     model, rope = models.merge(config, params), models.rotation(config, jnp.array([[1]], jnp.int32), lengths + 1)
     x = model.embed(prompt)
     for index, layer in enumerate(model.layers):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from clo_jax import models
 from clo_jax.cache.layout import CacheLayout
 from clo_jax.config import ModelConfig
-from clo_jax.generate import norms_of_stream
+from clo_jax.decode_step import norms_of_stream
 from clo_jax.models.layers import add_and_norm
 from clo_jax.policies.base import LATER, LayerState, Position, Prefilled, Shared, Tables
 from clo_jax.policies.clo import CloPolicy
@@ -63,7 +63,7 @@ def decode_step(
     inputs, middles = norms_of_stream(model, "input" if policy is None else policy.guess_from, followers)
 
     def prefetch(index: int, normed: jax.Array, guessed_from: jax.Array | None = None) -> jax.Array:
-        """For the layer after `index`, as `generate.decode_step` does for a layer."""
+        """For the layer after `index`, as `clo_jax.decode_step` does for a layer."""
         nonlocal shared
         if guessed_from is None:
             return normed
