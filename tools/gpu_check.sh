@@ -6,8 +6,8 @@
 #   tools/gpu_check.sh headline recall      the project's goals, asked for by name: minutes each
 #
 # Environment: OUT, a folder for results and logs.txt (default build/gpu-check); PYTHON (default python3); JOBS, of
-# compilers; WORKERS, of pytest; SUITES, paths of suites; RUNS of headline; CHAINS of recall, a length; CLO_JAX_* as in
-# CONTRIBUTING.md.
+# compilers; WORKERS, of pytest; SUITES, paths of suites; RUNS of headline (rivals and transformers, too); CHAINS of
+# recall, a length; CLO_JAX_* as in CONTRIBUTING.md.
 set -u
 shopt -s nullglob
 cd "$(dirname "$0")/.."
@@ -85,9 +85,14 @@ if has sanitizer; then
   sanitizer=$!
 fi
 if has headline; then
-  for run in ${RUNS:-128k always qwen growth 1m}; do
+  for run in ${RUNS:-128k timeline always qwen growth 1m}; do
+    case $run in
+      timeline) bench=(clo_jax.bench.timeline "$OUT/h200-timeline.json") ;;
+      transformers) bench=(clo_jax.bench.transformers_decode "$OUT/h200-transformers.json" --compare "$OUT/h200-128k.json") ;;
+      *) bench=(clo_jax.bench.headline "$run" "$OUT/h200-$run.json") ;;
+    esac
     XLA_PYTHON_CLIENT_MEM_FRACTION=.75 JAX_DEFAULT_MATMUL_PRECISION=default step "headline-$run" "${BENCH_LIMIT:-400}" \
-      "$PYTHON" -m clo_jax.bench.headline "$run" "$OUT/h200-$run.json"
+      "$PYTHON" -m "${bench[@]}"
     cat "$LOGS/headline-$run.log"
   done
 fi
