@@ -92,11 +92,8 @@ __device__ void note_miss(DeviceCounters* counters, int selected, int moves, boo
 // The blocks of a cluster copy the rows of a head's request.
 template <bool kOdd>
 __device__ __noinline__ void copy_moves(const LayerView& v, int head, int moves, int rank) {
-  const int at_once = rows_at_once<kOdd>(static_cast<int>(row_bytes(v) / 16)), chunks = (moves + at_once - 1) / at_once;
   const int warp = static_cast<int>(threadIdx.x) / 32;
-#pragma unroll 1
-  for (int chunk = warp * kClusterBlocks + rank; chunk < chunks; chunk += kShareWarps * kClusterBlocks)
-    copy_chunk<kOdd>(v, head, moves, chunk);
+  copy_chunks<kOdd>(v, head, moves, warp * kClusterBlocks + rank, kShareWarps * kClusterBlocks);
 }
 
 // What a block that ends adds to the count of those that have; the first of a cluster for all of it.

@@ -45,10 +45,8 @@ __device__ void copy_request_of(const LayerView& view, DeviceCounters* counters)
     for (int h = 0; h < batch; ++h) {
       const int count = counts[h];
       if (count == 0) continue;
-      const int chunks = (count + at_once - 1) / at_once;
-      for (int chunk = (warp - turn + warps) % warps; chunk < chunks; chunk += warps)
-        copy_chunk<kOdd>(view, first + h, count, chunk);
-      turn = (turn + chunks) % warps;
+      copy_chunks<kOdd>(view, first + h, count, (warp - turn + warps) % warps, warps);
+      turn = (turn + (count + at_once - 1) / at_once) % warps;
     }
   }
 }

@@ -81,21 +81,44 @@ __device__ __forceinline__ int rows_at_once(int row_vectors) {
   return kOdd ? kInFlight * (32 / odd_lanes(row_vectors)) : max(1, min(32, kChunkVectors / row_vectors));
 }
 
-// The chunk-th rows_at_once() moves of a head that has `count` of them.
+struct Move {
+  int32_t token, slot;
+};
+
+// The chunk-th rows_at_once() moves of a head that has `count` of them, one in each of the first lanes; there may be none.
 template <bool kOdd>
-__device__ __forceinline__ void copy_chunk(const LayerView& view, int64_t head, int count, int chunk) {
+__device__ __forceinline__ Move load_moves(const LayerView& view, int64_t head, int count, int chunk) {
   const int lane = static_cast<int>(threadIdx.x) & 31;
+  const int move = chunk * rows_at_once<kOdd>(static_cast<int>(row_bytes(view) / 16)) + lane;
+  if (move >= count) return {0, 0};
+  return {__ldcg(view.request.tokens + head * view.num_slots + move),
+          __ldcg(view.request.slots + head * view.num_slots + move)};
+}
+
+// Copies the rows of those moves.
+template <bool kOdd>
+__device__ __forceinline__ void copy_chunk(const LayerView& view, int64_t head, int count, int chunk, Move move) {
   const int row_vectors = static_cast<int>(row_bytes(view) / 16), at_once = rows_at_once<kOdd>(row_vectors);
-  const int row = chunk * at_once, rows = min(at_once, count - row);
-  int32_t token = 0, slot = 0;
-  if (lane < rows) {
-    token = __ldcg(view.request.tokens + head * view.num_slots + row + lane);
-    slot = __ldcg(view.request.slots + head * view.num_slots + row + lane);
-  }
+  const int rows = min(at_once, count - chunk * at_once);
   const uint4* const from = static_cast<const uint4*>(view.host_rows) + head * view.max_tokens * row_vectors;
   uint4* const to = static_cast<uint4*>(view.selected_rows) + head * view.num_slots * row_vectors;
-  if constexpr (kOdd) copy_odd_rows(from, to, token, slot, rows, row_vectors);
-  else copy_rows(from, to, token, slot, rows, row_vectors);
+  if constexpr (kOdd) copy_odd_rows(from, to, move.token, move.slot, rows, row_vectors);
+  else copy_rows(from, to, move.token, move.slot, rows, row_vectors);
+}
+
+// Every `step`-th chunk of a head's moves from `first` on, by one warp. The next chunk's moves are on their way while this
+// one's rows are: loads of device memory, which take long where others use it, would else stand in front of each wait for
+// the link.
+template <bool kOdd>
+__device__ __forceinline__ void copy_chunks(const LayerView& view, int64_t head, int count, int first, int step) {
+  const int at_once = rows_at_once<kOdd>(static_cast<int>(row_bytes(view) / 16)), chunks = (count + at_once - 1) / at_once;
+  Move next = load_moves<kOdd>(view, head, count, first);
+#pragma unroll 1
+  for (int chunk = first; chunk < chunks; chunk += step) {
+    const Move move = next;
+    next = load_moves<kOdd>(view, head, count, chunk + step);
+    copy_chunk<kOdd>(view, head, count, chunk, move);
+  }
 }
 
 // A pseudo-random time, the same for the same seed, layer and sequence number.
