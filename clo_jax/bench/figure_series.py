@@ -21,7 +21,7 @@ COPIES, OTHER, GAPS = "copies", "other kernels", "gaps"
 # Rows of a timeline that are parts of a layer, and what they are called in the figure. They add up to its time.
 PARTS = {
     "attend": "attend", "prefetch": "prefetch", "offload": "offload", "matrix products": "matrix products",
-    COPIES: OTHER, timeline.XLA: OTHER, GAPS: GAPS,
+    "norms": OTHER, COPIES: OTHER, timeline.XLA: OTHER, GAPS: GAPS,
 }  # fmt: skip
 _BACKENDS = "|".join((*GPU_BACKENDS, "host"))
 _BACKEND = re.compile(rf"((?:{_BACKENDS})(?:, resident|, in line)?)(?:, (\d+) (threads|blocks))?[:,]")
