@@ -18,7 +18,7 @@ from typing import Any
 
 from clo_jax.bench import figure_series as series
 from clo_jax.bench import report
-from clo_jax.cli._figures import new_figure, require_matplotlib
+from clo_jax.pictures import new_figure, require_matplotlib
 
 # Told apart by the colour-blind as well.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#882255", "#999933")

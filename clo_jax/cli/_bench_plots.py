@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from clo_jax.bench.ways import policy
-from clo_jax.cli._figures import new_figure, save
+from clo_jax.pictures import new_figure, save
 
 Rows = Sequence[Mapping[str, Any]]
 

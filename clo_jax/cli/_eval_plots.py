@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from clo_jax.cli._figures import new_figure, save
+from clo_jax.pictures import new_figure, save
 
 
 def draw_scores(path: pathlib.Path, summaries: Sequence[Any], title: str) -> None:

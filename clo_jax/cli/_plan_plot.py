@@ -3,7 +3,7 @@
 import pathlib
 from typing import Any
 
-from clo_jax.cli._figures import new_figure, save
+from clo_jax.pictures import new_figure, save
 
 
 def draw(path: pathlib.Path, plan: Any, importance: Any, similarity: Any, title: str) -> None:

@@ -34,18 +34,20 @@ __device__ __forceinline__ int odd_lanes(int row_vectors) { return row_vectors <
 __device__ inline void copy_odd_rows(const uint4* from, uint4* to, int32_t token, int32_t slot, int rows, int row_vectors) {
   const int lane = static_cast<int>(threadIdx.x) & 31, lanes = odd_lanes(row_vectors), beside = 32 / lanes;
   const int odd = static_cast<int>(reinterpret_cast<uintptr_t>(from) / 16 % 2);  // where the head's rows begin
-  for (int first = lane / lanes; first - lane / lanes < rows; first += kInFlight * beside) {
-    for (int begin = lane % lanes; begin - lane % lanes <= row_vectors; begin += lanes) {
+  const auto row_of = [&](int first, int u) { return first + u * beside + lane / lanes; };
+  const auto column_of = [&](int begin, int t) { return begin + lane % lanes - ((odd + t) & 1); };
+  for (int first = 0; first < rows; first += kInFlight * beside) {
+    for (int begin = 0; begin <= row_vectors; begin += lanes) {
       uint4 value[kInFlight];
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
-        const int row = first + u * beside, t = __shfl_sync(~0u, token, row & 31), column = begin - ((odd + t) & 1);
+        const int row = row_of(first, u), t = __shfl_sync(~0u, token, row & 31), column = column_of(begin, t);
         value[u] = load_host(row < rows && column >= 0 && column < row_vectors, from + t * row_vectors + column, to);
       }
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
-        const int row = first + u * beside, t = __shfl_sync(~0u, token, row & 31), s = __shfl_sync(~0u, slot, row & 31);
-        const int column = begin - ((odd + t) & 1);
+        const int row = row_of(first, u), t = __shfl_sync(~0u, token, row & 31), s = __shfl_sync(~0u, slot, row & 31);
+        const int column = column_of(begin, t);
         if (row < rows && column >= 0 && column < row_vectors) to[s * row_vectors + column] = value[u];
       }
     }
