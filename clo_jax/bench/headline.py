@@ -114,7 +114,7 @@ def _best_within(steps: Steps, context: int) -> list[report.Row]:
         for (name, at, batch), measured in steps.found.items()
         if steps.plan.subject.weight_bytes + sum(measured.device_parts.values()) <= BUDGET
     ]
-    clo = max((found for found in fitting if found[1] in (CLO, INT8)), default=None)
+    clo = max((found for found in fitting if found[1] in (CLO, INT8, EARLY)), default=None)
     full = max((found for found in fitting if found[1] == FULL), default=None)
     if clo is None or full is None:
         return []
