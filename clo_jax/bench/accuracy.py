@@ -20,20 +20,20 @@ import numpy as np
 from clo_jax.bench import report
 from clo_jax.cache import calibration
 from clo_jax.checkpoints import read_info
-from clo_jax.config import CloConfig, GuessFrom
+from clo_jax.config import CloConfig
 from clo_jax.eval import intervals, runner, summary
 from clo_jax.eval.answers import Answer, Key
 from clo_jax.eval.ruler import TASKS
 from clo_jax.eval.samples import GeneratedTask
 from clo_jax.eval.sources import Sources
-from clo_jax.eval.variants import FULL, Variant, variants
+from clo_jax.eval.variants import FULL, Variant, variants, varied
 
 ABLE = 60.0  # points of full attention from which on a task counts at a length
 MOST_LOST = 0.5  # points, by clo at 10 %
 RIVALS = ("infinigen", "retroinfer", "pqcache", "exact")
 SPARSITIES = (0.1, 0.05, 0.02)
-# Settings of CLO that the defaults are compared with, at the first sparsity. A threshold of 1 reuses nothing.
-CHANGES: tuple[tuple[GuessFrom, float], ...] = (("attention", 0.8), ("input", 0.8), ("input", 0.9), ("input", 1.0))
+# Settings of CLO that the defaults are compared with, at the first sparsity; as of `clo-jax bench --vary`.
+CHANGES = ("retain=2", "sim_threshold=0.95", "sim_threshold=0.8", "guess_from=input", "kv_dtype=int8")
 
 Cell = tuple[int, str]  # length, task
 Scores = Mapping[Cell, np.ndarray]  # points [n] of each sample
@@ -56,11 +56,7 @@ class Answers(NamedTuple):
 def ways(clo: CloConfig, samples: int, others: int) -> list[Way]:
     """All but full attention. `clo`: the settings as shipped; `samples` of CLO, `others` of the rest."""
     found = [Way(v, samples) for v in variants(["clo"], SPARSITIES, clo, {})[1:]]
-    for guess_from, threshold in CHANGES:
-        changed = dataclasses.replace(clo, guess_from=guess_from, sim_threshold=threshold)
-        (variant,) = variants(["clo"], SPARSITIES[:1], changed, {})[1:]
-        name = f"{variant.name}, guess from the {guess_from}, threshold {threshold}"
-        found.append(Way(dataclasses.replace(variant, name=name), samples))
+    found += [Way(v, samples) for v in varied([found[0].variant], CHANGES)[1:]]
     return found + [Way(v, others) for v in variants(RIVALS, SPARSITIES, clo, {})[1:]]
 
 

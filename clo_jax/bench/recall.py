@@ -7,7 +7,6 @@ every answer is found by attention to one token far behind. A row is the share o
 """
 
 import argparse
-import dataclasses
 import json
 import pathlib
 import sys
@@ -20,7 +19,7 @@ from clo_jax.config import CloConfig
 from clo_jax.eval.intervals import wilson
 from clo_jax.eval.recall import chains
 from clo_jax.eval.recall.folder import TRAINING
-from clo_jax.eval.variants import FULL, Variant, variants
+from clo_jax.eval.variants import FULL, Variant, variants, varied
 from clo_jax.llm import LLM
 
 HOPS = 8
@@ -46,8 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         names, options = args.attention.split(","), {"backend": args.backend}
         ways = variants(names, shares, CloConfig(), options)
         if "clo" in names:
-            early = variants(["clo"], shares[:1], CloConfig(guess_from="input"), options)[1]
-            ways.append(dataclasses.replace(early, name=f"{early.name}, guess from the input"))
+            ways += varied([way for way in ways if way.attention == "clo"][:1], ("guess_from=input",))[1:]
     except ValueError as error:
         parser.error(str(error))
     arguments = vars(args) | {"out": args.out.name, "checkpoint": pathlib.Path(args.checkpoint).name}
