@@ -41,6 +41,16 @@ def test_at_128k(tmp_path, capsys):
     assert "| step, clo 10 %, 512 tokens, batch 1 |" in capsys.readouterr().out
 
 
+def test_int8_rows_and_early_guesses(tmp_path):
+    _, rows = run("early", tmp_path, "--contexts", "512", "--batches", "1")
+    name = "clo 10 %, kv_dtype=int8,guess_from=input"
+    clo = rows[f"{name}, 512 tokens"]
+    assert rows["step, full, 512 tokens, batch 1"]["control"] == clo["step_ms"]
+    assert rows[f"device KV, {name}, 512 tokens, batch 1"]["value"] == clo["device_kv_bytes"]
+    assert 0 <= rows[f"overlap, {name}, 512 tokens, batch 1"]["value"] <= 1
+    assert rows[f"within 48 GiB: {name}, 512 tokens, batch 1"]["value"] == clo["value"]
+
+
 @pytest.mark.slow
 def test_every_head_refreshed(tmp_path):
     _, rows = run("always", tmp_path, "--contexts", "1024")
