@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 from clo_jax.bench import timeline
 from clo_jax.bench.decode import WEIGHTS_ONLY
-from clo_jax.bench.headline import CLO, FP8, FULL, INT8, ON_DEVICE
+from clo_jax.bench.headline import CLO, EARLY, FP8, FULL, INT8, INT8_EARLY, ON_DEVICE
 from clo_jax.bench.ways import policy
 from clo_jax.transfer.choice import GPU_BACKENDS
 
 Content = Mapping[str, Any]
 Lines = dict[str, list[tuple[float, float]]]  # by name: points from left to right
 
-THROUGHPUT = (FULL, CLO, INT8, FP8)  # the latter two where a file has them
+THROUGHPUT = (FULL, CLO, INT8, FP8, EARLY, INT8_EARLY)  # all but the first two where a file has them
 COPIES, OTHER, GAPS = "copies", "other kernels", "gaps"
 # Rows of a timeline that are parts of a layer, and what they are called in the figure. They add up to its time.
 PARTS = {
@@ -59,15 +59,21 @@ class Part(NamedTuple):
 def by_context(content: Content) -> Panel:
     """Tokens/s of single sequences by context."""
     rows = [row for row in _of_policies(content) if row["batch"] == 1]
-    return Panel("batch 1", _throughput(rows, "context"))
+    return Panel("batch 1", _throughput(rows, "context", (FULL, CLO)))
 
 
-def by_batch(content: Content) -> Panel:
-    """Tokens/s of all sequences by batch, at the longest context."""
+def by_batch(content: Content, wanted: Sequence[str] = (FULL, CLO)) -> Panel:
+    """Tokens/s of all sequences by batch, at the longest context. `wanted`: policies that must be there."""
     rows = _of_policies(content)
     longest = max((row["context"] for row in rows), default=0)
     rows = [row for row in rows if row["context"] == longest]
-    return Panel(f"{longest:,} tokens", _throughput(rows, "batch"))
+    return Panel(f"{longest:,} tokens", _throughput(rows, "batch", wanted))
+
+
+def by_batch_early(content: Content) -> Panel:
+    """`by_batch`, of rows of a byte and queries guessed from the layer's input alone."""
+    panel = by_batch(content, (INT8_EARLY,))
+    return Panel(panel.where, {INT8_EARLY: panel.lines[INT8_EARLY]})
 
 
 def device_bytes(content: Content) -> Panel:
@@ -153,9 +159,9 @@ def _of_policies(content: Content) -> list[Mapping[str, Any]]:
     return [row for row in content["rows"] if "attention" in row]
 
 
-def _throughput(rows: Sequence[Mapping[str, Any]], across: str) -> Lines:
+def _throughput(rows: Sequence[Mapping[str, Any]], across: str, wanted: Sequence[str]) -> Lines:
     lines = _lines([row for row in rows if policy(row) in THROUGHPUT], across, "value")
-    _require(lines, (FULL, CLO))
+    _require(lines, wanted)
     return {name: lines[name] for name in THROUGHPUT if name in lines}
 
 

@@ -44,8 +44,9 @@ class Drawing:
     height: float
 
 
-def _throughput(figure: Any, contexts: series.Panel, batches: series.Panel) -> None:
+def _throughput(figure: Any, contexts: series.Panel, batches: series.Panel, early: series.Panel) -> None:
     left, right = figure.subplots(1, 2)
+    batches = series.Panel(batches.where, batches.lines | early.lines)
     names = [name for name in series.THROUGHPUT if name in {**contexts.lines, **batches.lines}]
     for axis, panel, label in ((left, contexts, "tokens of context"), (right, batches, "sequences at once")):
         _draw_lines(axis, panel.lines, names, label)
@@ -53,7 +54,7 @@ def _throughput(figure: Any, contexts: series.Panel, batches: series.Panel) -> N
         axis.set_ylim(0, 1.1 * max(y for line in panel.lines.values() for _, y in line))
         axis.set_ylabel("tokens/s")
     handles = {line.get_label(): line for axis in (left, right) for line in axis.lines}
-    figure.legend(handles=[handles[name] for name in names], loc="outside lower center", ncols=len(names))
+    figure.legend(handles=[handles[name] for name in names], loc="outside lower center", ncols=3)
 
 
 def _breakdown(figure: Any, policies: Mapping[str, Mapping[str, float]]) -> None:
@@ -131,7 +132,11 @@ def _ablation(figure: Any, parts: Mapping[str, series.Part]) -> None:
 
 DRAWINGS = {
     "throughput": Drawing(
-        {"h200-growth.json": series.by_context, "h200-128k.json": series.by_batch}, _throughput, 7.5, 3.4
+        {
+            "h200-growth.json": series.by_context, "h200-128k.json": series.by_batch,
+            "h200-early.json": series.by_batch_early,
+        },
+        _throughput, 7.5, 3.8,
     ),
     "breakdown": Drawing({"h200-timeline.json": series.layer_parts}, _breakdown, 7.5, 3.4),
     "bandwidth": Drawing({"h200-transfer.json": series.bandwidth}, _bandwidth, 7.5, 3.2),
@@ -175,7 +180,7 @@ def _subject(content: series.Content) -> str:
     named = args.get("model") or pathlib.PurePath(args.get("checkpoint") or "").name
     hits = f"hits {args['hits']}" if "hits" in args else None
     where = [gpu.split(",")[0] for gpu in machine.get("gpus", ())] or [machine["cpu"]]
-    return ", ".join(filter(None, [named, dtype, hits, *where]))
+    return ", ".join(filter(None, [named, dtype, hits, *dict.fromkeys(where)]))
 
 
 @contextlib.contextmanager

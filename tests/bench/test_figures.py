@@ -8,7 +8,7 @@ import pytest
 from clo_jax.bench import figure_series as series
 from clo_jax.bench import figures, report, timeline
 from clo_jax.bench.decode import WEIGHTS_ONLY
-from clo_jax.bench.headline import CLO, FP8, FULL, INT8, ON_DEVICE
+from clo_jax.bench.headline import CLO, FP8, FULL, INT8, INT8_EARLY, ON_DEVICE
 from clo_jax.bench.ways import title
 
 LARGEST = 80 * 1024  # bytes of a PNG
@@ -43,6 +43,10 @@ def batches():
         [of_policy(name, 131072, n, 90.0 * n) for name in (FULL, CLO, INT8) for n in (1, 2)]
         + [of_policy(INT8, 131072, 8, 500.0), of_policy(CLO, 1024, 16, 999.0)]
     )
+
+
+def early():
+    return content([of_policy(name, 131072, n, 120.0 * n) for name in (FULL, INT8_EARLY) for n in (1, 8)])
 
 
 def parts(name, **times):
@@ -101,7 +105,7 @@ def ablated(names=("uniform", "+T", "+T +G", "+T +G +P", "uniform +G")):
 
 
 FILES = {
-    "h200-growth.json": growth, "h200-128k.json": batches, "h200-timeline.json": layers,
+    "h200-growth.json": growth, "h200-128k.json": batches, "h200-early.json": early, "h200-timeline.json": layers,
     "h200-transfer.json": transfers, "h200-memory.json": memory, "smollm2-ablation.json": ablated,
 }  # fmt: skip
 
@@ -132,6 +136,8 @@ def test_throughput_by_context_and_batch():
     found = series.by_batch(batches())
     assert found.where == "131,072 tokens" and found.lines[CLO] == [(1, 90.0), (2, 180.0)]
     assert found.lines[INT8][-1] == (8, 500.0) and list(found.lines) == [FULL, CLO, INT8]
+    found = series.by_batch_early(early())
+    assert found.where == "131,072 tokens" and found.lines == {INT8_EARLY: [(1, 120.0), (8, 960.0)]}
 
 
 def test_parts_of_a_layer_add_up():
@@ -213,7 +219,7 @@ def test_a_figure_by_length_is_drawn(folders):
 
 
 def test_pictures_of_shipped_files():
-    for name in ("bandwidth", "ablation"):
+    for name in figures.DRAWINGS:
         png = figures.draw(figures.DRAWINGS[name], report.RESULTS)
         assert png.startswith(b"\x89PNG") and len(png) <= LARGEST
 
@@ -244,6 +250,7 @@ def test_absent_files_are_skipped_by_name(folders, capsys):
     [
         ("h200-growth.json", lambda: content([of_policy(FULL, 8, 1)]), "throughput", "got no rows of 'clo 10 %',"),
         ("h200-128k.json", transfers, "throughput", "got no rows of 'full', 'clo 10 %',"),
+        ("h200-early.json", batches, "throughput", f"got no rows of '{INT8_EARLY}',"),
         ("h200-timeline.json", lambda: content(parts(FULL, gaps=1.0)), "breakdown", "got no rows of 'weights only',"),
         ("h200-transfer.json", ablated, "bandwidth", "got no rows of a transfer backend"),
         ("h200-memory.json", transfers, "memory", "got no rows of 'full', 'clo 10 %',"),
