@@ -180,6 +180,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("clo-jax-eval"))
     parser.add_argument("--only", action="append", help="ask this way alone, and write nothing")
     parser.add_argument("--without", action="append", default=[], help="leave this way out")
+    parser.add_argument("--note", help="what the results file is to say, such as where kept answers were given")
     parser.add_argument("--out", type=pathlib.Path, default=report.RESULTS / "smollm2-accuracy.json")
     args = parser.parse_args(argv)
     every = {way.variant.name: way for way in ways(shipped(args.checkpoint), args.samples, args.others)}
