@@ -1,7 +1,6 @@
 """`LLM`: what a user holds. Loads a checkpoint, answers prompts, streams, closes."""
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +10,6 @@ from clo_jax import checkpoints, memory, models, prompts
 from clo_jax.cache import calibration as calibrations
 from clo_jax.cache.planner import Planner
 from clo_jax.config import ATTENTIONS, Attention, CloConfig
-from clo_jax.errors import CloError
 from clo_jax.forced import ForcedSession, forced_attention
 from clo_jax.planning import PlanOptions
 from clo_jax.policies.attended import Attended
@@ -21,6 +19,7 @@ from clo_jax.results import Delta, Generation, Metrics
 from clo_jax.rivals import RivalConfig, rival_config
 from clo_jax.session import Session
 from clo_jax.text import IncrementalDecoder, Tokenizer
+from clo_jax.turns import Turns
 
 
 class LLM:
@@ -40,9 +39,7 @@ class LLM:
         self._info, self._chunk = info, chunk_tokens
         self._preparation = Preparation(config, settings)  # refuses now what does not fit the model
         self._params = models.for_decoding(params)
-        self._busy = threading.Lock()
-        self._owner: int | None = None
-        self._closed = False
+        self._turns = Turns()
 
     @classmethod
     def load(
@@ -156,7 +153,7 @@ class LLM:
         options = Options(max_new_tokens, do_sample, temperature, top_k, top_p, seed, stop_token_ids, ignore_eos)
         requests = self._requests(prompts, chat, options)
         answers: list[Generation] = []
-        with _Turn(self):
+        with self._turns.turn():
             for request in requests:
                 first = len(answers)
                 session, decoders = self._session(request), [self._decoder() for _ in request.prompts]
@@ -183,7 +180,7 @@ class LLM:
         return self._stream(requests[0])
 
     def _stream(self, request: Request) -> Iterator[Delta]:
-        with _Turn(self):
+        with self._turns.turn():
             session, decoders = self._session(request), [self._decoder()]
             for new in session:
                 yield from self._deltas(session, decoders, new, 0)
@@ -214,7 +211,7 @@ class LLM:
         return ids
 
     def _forced_logits(self, ids: list[int], prefix: int) -> Iterator[tuple[np.ndarray, Metrics]]:
-        with _Turn(self):
+        with self._turns.turn():
             policy, tables = self._preparation.prepare(1, prefix)
             engine = self._preparation.engine
             session = ForcedSession(self.config, self._params, policy, tables, engine, ids, prefix, self._chunk)
@@ -232,7 +229,7 @@ class LLM:
         return self._forced_attention(self._forced(tokens, prefix), prefix)
 
     def _forced_attention(self, ids: list[int], prefix: int) -> Iterator[tuple[Attended, ...]]:
-        with _Turn(self):
+        with self._turns.turn():
             policy, tables = self._preparation.prepare(1, prefix)
             yield from forced_attention(
                 self.config, self._params, policy, tables, self._preparation.engine, ids, prefix
@@ -240,10 +237,9 @@ class LLM:
 
     def close(self) -> None:
         """Frees the engine and the parameters. Idempotent."""
-        with _Turn(self, closing=True):
+        with self._turns.turn(last=True):
             self._preparation.close()
             self._params = None
-            self._closed = True
 
     def __enter__(self) -> "LLM":
         return self
@@ -293,24 +289,3 @@ class LLM:
                     text += decoders[row].flush()
             metrics = session.metrics() if reason is not None else None
             yield Delta(first_row + row, text, tokens, reason, metrics)
-
-
-class _Turn:
-    """One caller at a time; the same thread asking again (a stream still open) gets an error, not a deadlock."""
-
-    def __init__(self, llm: LLM, closing: bool = False) -> None:
-        self._llm, self._closing = llm, closing
-
-    def __enter__(self) -> None:
-        llm = self._llm
-        if llm._owner == threading.get_ident():
-            raise CloError("this LLM has an open stream in this thread: close it before the next call")
-        llm._busy.acquire()
-        llm._owner = threading.get_ident()
-        if llm._closed and not self._closing:
-            self.__exit__()
-            raise CloError("this LLM is closed")
-
-    def __exit__(self, *exc) -> None:
-        self._llm._owner = None
-        self._llm._busy.release()
