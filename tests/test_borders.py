@@ -18,6 +18,7 @@ FLOORS = {
     "clo_jax.versions": 0,
     "clo_jax.memory": 0,
     "clo_jax.interrupt": 0,
+    "clo_jax.turns": 0,
     "clo_jax.pictures": 0,
     "clo_jax._host": 0,
     "clo_jax.cache.layout": 0,

@@ -85,7 +85,7 @@ if has sanitizer; then
   sanitizer=$!
 fi
 if has headline; then
-  for run in ${RUNS:-128k timeline always qwen growth 1m}; do
+  for run in ${RUNS:-128k early timeline always qwen growth 1m}; do
     case $run in
       timeline) bench=(clo_jax.bench.timeline "$OUT/h200-timeline.json") ;;
       transformers) bench=(clo_jax.bench.transformers_decode "$OUT/h200-transformers.json" --compare "$OUT/h200-128k.json") ;;

@@ -190,6 +190,9 @@ class Headline:
     clo: CloConfig = CloConfig()
     hit_rate: float = replay.HIT_RATE
     new_rows: float = replay.NEW_ROWS
+    layers: int | None = None  # the first ones only
+    steps: int = 128
+    chunk: int = 32
 
 
 HEADLINES = {
@@ -213,18 +216,21 @@ HEADLINES = {
         "llama3-8b", (32768, _128K, 524288), _growth, vary=("kv_dtype=fp8",), only={1: (FULL, CLO, FP8)}
     ),
     "1m": Headline("llama3-8b", (1048576,), _million, clo=CloConfig(kv_dtype="fp8"), only={1: (CLO,)}),
+    # Steps of seconds, a layer like the other: a few of both do.
     "rivals": Headline(
-        "llama3-8b", (_128K,), _rivals, batches=(1, 4), policies=("clo", "retroinfer", "infinigen", "pqcache")
+        "llama3-8b", (_128K,), _rivals, batches=(1, 4), policies=("clo", "retroinfer", "infinigen", "pqcache"),
+        layers=4, steps=4, chunk=1,
     ),
 }  # fmt: skip
 
 
-def plan(headline: Headline, subject: Subject, steps: int, chunk: int) -> decode.Plan:
+def plan(headline: Headline, subject: Subject) -> decode.Plan:
     """What the decode bench is asked."""
     ways = varied(variants(headline.policies, (0.1,), headline.clo, {}), headline.vary)
     pattern = replay.given(subject.model, headline.hit_rate, headline.new_rows)
     return decode.Plan(
-        subject, tuple(ways), headline.contexts, headline.batches, steps, chunk, "synthetic", pattern, headline.only
+        subject, tuple(ways), headline.contexts, headline.batches, headline.steps, headline.chunk, "synthetic", pattern,
+        headline.only,
     )  # fmt: skip
 
 
@@ -241,12 +247,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("run", choices=HEADLINES)
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--shape", help="another architecture")
-    parser.add_argument("--layers", type=int, help="its first ones only")
+    parser.add_argument("--layers", type=int, help="its first ones only; `rivals` has 4 by itself")
     parser.add_argument("--contexts", help="other lengths")
     parser.add_argument("--batches", help="other batches")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--steps", type=int, default=128)
-    parser.add_argument("--chunk", type=int, default=32)
+    parser.add_argument("--steps", type=int, help="timed ones")
+    parser.add_argument("--chunk", type=int, help="steps of a program")
     args = parser.parse_args(argv)
     memory.grow_pool_on_demand()  # leaves the engine's arenas their room on a GPU
     chosen = HEADLINES[args.run]
@@ -254,8 +260,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name in ("contexts", "batches"):
             if getattr(args, name) is not None:
                 chosen = dataclasses.replace(chosen, **{name: tuple(map(int, getattr(args, name).split(",")))})
-        subject = find(None, args.shape or chosen.shape, args.layers, args.dtype)
-        planned = plan(chosen, subject, args.steps, args.chunk)
+        for name in ("layers", "steps", "chunk"):
+            if getattr(args, name) is not None:
+                chosen = dataclasses.replace(chosen, **{name: getattr(args, name)})
+        subject = find(None, args.shape or chosen.shape, chosen.layers, args.dtype)
+        planned = plan(chosen, subject)
     except ValueError as error:
         parser.error(str(error))
     read, link = rates.memory_rate(), rates.link_rate()

@@ -87,7 +87,7 @@ def test_wrong_calls_are_named(args, message, capsys):
 def test_every_run_can_be_asked(name):
     """Its model allows its lengths, and its goals are about variants that it measures."""
     chosen = headline.HEADLINES[name]
-    planned = headline.plan(chosen, find(None, chosen.shape, None, "auto"), 128, 16)
+    planned = headline.plan(chosen, find(None, chosen.shape, chosen.layers, "auto"))
     moved = Counters(*[1] * len(dataclasses.fields(Counters)))
     one = decode.Measured([1.0] * 8, 0.1, 0, moved, None, "replayed", {}, {"rows": 1}, 1)
     found = {(way.name, c, b): one for b in planned.batches for way in planned.ways_at(b) for c in planned.contexts}
