@@ -3,7 +3,9 @@
     python -m clo_jax.bench.recall CKPT [--lengths 8192,32768] [--samples 32] [--attention clo,exact] [--out FILE.json]
 
 A prompt is full of records; the model continues a chain of lookups by itself (`clo_jax.eval.recall.chains`), so that
-every answer is found by attention to one token far behind. A row is the share of lookups whose value is right.
+every answer is found by attention to one token far behind. A row is the share of lookups whose value is right. Answers
+are kept in `--folder`: several processes may ask for some of the lengths each, and a call for all of them then finds
+the answers there.
 """
 
 import argparse
@@ -15,7 +17,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from clo_jax.bench import report
+from clo_jax.checkpoints import read_info
 from clo_jax.config import CloConfig
+from clo_jax.eval.answers import Answer, AnswerFile, Key, digest
 from clo_jax.eval.intervals import wilson
 from clo_jax.eval.recall import chains
 from clo_jax.eval.recall.folder import TRAINING
@@ -38,23 +42,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", default="auto", help="of the model")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--seed", type=int, default=7_000_000)
+    parser.add_argument("--vary", default="guess_from=input", help="clo once more, at the first sparsity; none: ''")
+    parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("clo-jax-eval"), help="of kept answers")
     parser.add_argument("--out", type=pathlib.Path, default=report.RESULTS / "recall-qwen-accuracy.json")
     args = parser.parse_args(argv)
     shares = [float(share) for share in args.sparsity.split(",")]
     try:
         names, options = args.attention.split(","), {"backend": args.backend}
         ways = variants(names, shares, CloConfig(), options)
-        if "clo" in names:
-            ways += varied([way for way in ways if way.attention == "clo"][:1], ("guess_from=input",))[1:]
+        if "clo" in names and args.vary:
+            ways += varied([way for way in ways if way.attention == "clo"][:1], (args.vary,))[1:]
     except ValueError as error:
         parser.error(str(error))
-    arguments = vars(args) | {"out": args.out.name, "checkpoint": pathlib.Path(args.checkpoint).name}
+    _, info = read_info(args.checkpoint)
+    setup = {"suite": "recall", "weights": dict(info.manifest.source_files), "dtype": args.dtype, "seed": args.seed}
+    kept = AnswerFile(args.folder, setup | {"hops": HOPS})
+    arguments = vars(args) | {
+        "out": args.out.name, "folder": args.folder.name, "checkpoint": pathlib.Path(args.checkpoint).name,
+    }  # fmt: skip
     rows = training_time(pathlib.Path(args.checkpoint))
     for length in map(int, args.lengths.split(",")):
         asked = [chains.question(args.seed + i, length, HOPS) for i in range(args.samples)]
         first = len(rows)
         for way in ways:  # full attention first
-            rows.append(answer(args.checkpoint, args.dtype, args.batch, length, way, asked, rows[first:]))
+            given = answers(args.checkpoint, args.dtype, args.batch, length, way, asked, kept)
+            rows.append(judged(length, way, asked, given, rows[first:]))
             print(rows[-1].to_dict(), file=sys.stderr, flush=True)
             report.write(args.out, "recall", arguments, rows)
     print(report.markdown(report.write(args.out, "recall", arguments, rows)))
@@ -69,23 +81,42 @@ def training_time(checkpoint: pathlib.Path) -> list[report.Row]:
     return [report.Row("training", told.pop("seconds"), "s", goal=f"<= {MOST_SECONDS} s", more={"trained": told})]
 
 
-def answer(
+def answers(
     checkpoint: str,
     dtype: str,
     batch: int,
     length: int,
     way: Variant,
     asked: Sequence[chains.Question],
-    before: Sequence[report.Row],
+    kept: AnswerFile,
+) -> list[Answer]:
+    """One policy's answers to all questions of a length, tokens as text; those that are not kept are asked for."""
+    settings = digest({name: repr(value) for name, value in way.load.items()})
+    keys = [Key(way.name, settings, length, "chain", index) for index in range(len(asked))]
+    missing = [index for index, key in enumerate(keys) if key not in kept.answers]
+    if missing:
+        new_tokens = chains.num_answer_tokens(HOPS)
+        with LLM.load(checkpoint, max_context=length + new_tokens, max_batch=batch, dtype=dtype, **way.load) as llm:
+            for first in range(0, len(missing), batch):
+                turn = missing[first : first + batch]
+                given = llm.generate([asked[i].ids for i in turn], max_new_tokens=new_tokens, ignore_eos=True)
+                kept.add(
+                    Answer(
+                        keys[i], " ".join(map(str, one.token_ids)), one.completion_tokens, one.finish_reason,
+                        one.metrics.hit_rate,
+                    )
+                    for i, one in zip(turn, given, strict=True)
+                )  # fmt: skip
+    return [kept.answers[key] for key in keys]
+
+
+def judged(
+    length: int, way: Variant, asked: Sequence[chains.Question], given: Sequence[Answer], before: Sequence[report.Row]
 ) -> report.Row:
-    """One policy's answers to all questions of a length, as a row. `before`: the length's rows so far, the first one of
-    full attention."""
-    new_tokens, found, hits = chains.num_answer_tokens(HOPS), [], []
-    with LLM.load(checkpoint, max_context=length + new_tokens, max_batch=batch, dtype=dtype, **way.load) as llm:
-        generations = llm.generate([one.ids for one in asked], max_new_tokens=new_tokens, ignore_eos=True)
-        for one, generation in zip(asked, generations, strict=True):
-            found += chains.right(one, generation.token_ids)
-            hits.append(generation.metrics.hit_rate)
+    """A row of one policy's answers. `before`: the length's rows so far, the first one of full attention."""
+    found, hits = [], [one.hit_rate for one in given]
+    for question, one in zip(asked, given, strict=True):
+        found += chains.right(question, list(map(int, one.text.split())))
     low, high = wilson(np.array(found, np.float64))
     more = {"lookups": len(found), "low": low, "high": high, "length": length, "attention": way.attention}
     name, right = f"lookups right, {way.name}, {length} tokens", sum(found) / len(found)

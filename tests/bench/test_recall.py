@@ -23,10 +23,9 @@ def test_rows_of_a_length(tmp_path, monkeypatch):
         chains, "right", lambda asked, answer: [True, loaded[-1]["attention"] == "full"] if len(answer) == 8 else []
     )
     out = tmp_path / "recall.json"
-    recall.main(
-        [str(checkpoint), "--lengths", "120", "--samples", "2", "--attention", "clo,exact", "--sparsity", "0.1,0.5"]
-        + ["--dtype", "float32", "--out", str(out)]
-    )
+    arguments = [str(checkpoint), "--lengths", "120", "--attention", "clo,exact", "--sparsity", "0.1,0.5"]
+    arguments += ["--dtype", "float32", "--folder", str(tmp_path / "answers"), "--out", str(out)]
+    recall.main([*arguments, "--samples", "2"])
     rows = json.loads(out.read_text())["rows"]
     assert [row["value"] for row in rows] == [1.0, 0.5, 0.5, 0.5, 0.5, 0.5]
     assert rows[0]["met"] and [row.get("met") for row in rows[1:]] == [False, None, None, None, None]
@@ -35,6 +34,22 @@ def test_rows_of_a_length(tmp_path, monkeypatch):
     assert used == [row["sparsity"] for row in rows[1:]] == [0.1, 0.5, 0.1, 0.5, 0.1]
     assert [given["attention"] for given in loaded] == ["full", "clo", "clo", "exact", "exact", "clo"]
     assert [given["clo"].guess_from for given in loaded if "clo" in given] == ["attention", "attention", "input"]
+
+
+def test_answers_are_kept(tmp_path, monkeypatch):
+    checkpoint = folder.write(SMALL, random_params(SMALL, jax.random.key(0), jnp.bfloat16), tmp_path / "model").path
+    arguments = [str(checkpoint), "--lengths", "120", "--attention", "clo", "--sparsity", "0.1", "--vary", ""]
+    arguments += ["--dtype", "float32", "--folder", str(tmp_path / "answers")]
+    outs = [tmp_path / f"{n}.json" for n in range(3)]
+    recall.main([*arguments, "--samples", "2", "--out", str(outs[0])])
+    recall.main([*arguments, "--samples", "3", "--batch", "2", "--out", str(outs[1])])
+    monkeypatch.setattr(LLM, "load", lambda *args, **given: pytest.fail("asked again"))
+    recall.main([*arguments, "--samples", "3", "--out", str(outs[2])])
+    rows = [json.loads(out.read_text())["rows"] for out in outs]
+    assert [row["lookups"] for row in rows[0]] == [2 * recall.HOPS] * 2 and rows[1] == rows[2]
+    assert [row["lookups"] for row in rows[1]] == [3 * recall.HOPS] * 2
+    (answers,) = (tmp_path / "answers").glob("*.jsonl")
+    assert len(answers.read_text().splitlines()) == 1 + 2 * 3
 
 
 def test_an_unknown_policy_is_named(capsys):
