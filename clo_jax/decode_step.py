@@ -25,15 +25,16 @@ class DecodeState(NamedTuple):
 
 
 def norms_of_stream(
-    model: Decoder, guess_from: GuessFrom, ahead: Sequence[DecoderLayer]
+    model: Decoder, guess_from: GuessFrom | None, ahead: Sequence[DecoderLayer]
 ) -> tuple[list[list[RMSNorm]], list[list[RMSNorm]]]:
     """Which norms of the residual stream a decode step wants: of each layer's input (after the last layer's, the
-    head's), and of the stream between its attention and its MLP. Where queries are guessed from the second one is that
+    head's), and of the stream between its attention and its MLP. Where queries are guessed from, the second one is that
     of the layer in `ahead` that the layer guesses for."""
     inputs = [[layer.input_norm] for layer in model.layers] + [[model.final_norm]]
     middles = [[layer.post_norm] for layer in model.layers]
-    for norms, target in zip(inputs if guess_from == "input" else middles, ahead, strict=False):
-        norms.append(target.input_norm)
+    if guess_from is not None:
+        for norms, target in zip(inputs if guess_from == "input" else middles, ahead, strict=False):
+            norms.append(target.input_norm)
     return inputs, middles
 
 
@@ -67,7 +68,7 @@ def decode_step(
     # The first layer has no predecessor to guess from; if any of its heads is offloaded it waits for its own fetch.
     normed = prefetch(0, normed, normed)
     for index, layer in enumerate(model.layers):
-        # One of the layer's two prefetches has a stream to guess from: `policy.guess_from` says which.
+        # At most one of the layer's two prefetches has a stream to guess from: `policy.guess_from` says which.
         normed = prefetch(index + 1, normed, *ahead)
         q, k, v = (part[:, 0] for part in layer.qkv_of(normed, rope))
         attended, layers[index], shared = policy.attend(index, tables[index], q, k, v, at, layers[index], shared)

@@ -91,7 +91,7 @@ def test_steps_after_the_end_change_nothing():
         assert (getattr(early[1], name) == getattr(late[1], name)).all()
 
 
-@pytest.mark.parametrize("guess_from", ["input", "attention"])
+@pytest.mark.parametrize("guess_from", [None, "input", "attention"])
 def test_a_step_for_cuda_norms_the_stream_in_two_calls_a_layer(guess_from):
     class Policy(FullPolicy):
         pass
@@ -105,6 +105,10 @@ def test_a_step_for_cuda_norms_the_stream_in_two_calls_a_layer(guess_from):
     text = step.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@clo_add_norms") == 2 * config.num_layers
     assert text.count("stablehlo.rsqrt") == 1  # of the first layer's input, which nothing is added to
+    calls = [line for line in text.splitlines() if "@clo_add_norms" in line]
+    norms = sum(line.split("->")[1].count("tensor<") - 1 for line in calls)
+    guesses = 0 if guess_from is None else config.num_layers - 1
+    assert norms == 2 * config.num_layers + guesses - (guess_from == "input")  # the first layer's input: as above
 
 
 def test_pure_generate_refuses_what_does_not_fit():

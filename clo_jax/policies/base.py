@@ -47,7 +47,7 @@ class Policy(Protocol):
 
     name: str
     sampled_queries: int  # how many queries of a prompt `absorb` wants to see besides the last one
-    guess_from: GuessFrom  # what of the layer before `prefetch` gets a guessed query of
+    guess_from: GuessFrom | None  # what of the layer before `prefetch` gets a guessed query of; None: of nothing
 
     def tables(self) -> tuple[Tables, ...]:
         """Constants of each layer, made once on the host."""
@@ -77,7 +77,7 @@ class Unprepared:
 
     layout: Any  # knows how many layers there are
     sampled_queries: ClassVar[int] = 0
-    guess_from: ClassVar[GuessFrom] = "input"
+    guess_from: ClassVar[GuessFrom | None] = None
 
     def tables(self) -> tuple[Tables, ...]:
         return ({},) * self.layout.num_layers

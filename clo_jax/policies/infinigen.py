@@ -46,12 +46,13 @@ What differs from the original.
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clo_jax.config import ModelConfig
+from clo_jax.config import GuessFrom, ModelConfig
 from clo_jax.policies import dense
 from clo_jax.policies.base import LayerState, Position, Prefilled, Shared
 from clo_jax.policies.exact import write_row
@@ -75,6 +76,7 @@ class InfiniGenPolicy(HostPolicy):
     config: InfiniGenConfig
     rows: int
     name = "infinigen"
+    guess_from: ClassVar[GuessFrom | None] = "input"
 
     @staticmethod
     def geometry(model: ModelConfig, config: InfiniGenConfig, batch: int, max_tokens: int, dtype: str) -> RivalLayout:
