@@ -3,9 +3,9 @@
     python -m clo_jax.bench.hit_rates CKPT OUT.json --length 2048 --batches 1,2,4,8
 
 Each sequence is another generated document; the model continues it greedily, and hits are counted in the timed steps,
-through the sessions of the decode bench. What a hit is differs: of CLO, a head that reuses its set, out of all lookups of
-offloaded heads; of RetroInfer, a row of the clusters that it retrieves which its device cache has, out of all such rows.
-The two are not to be compared. CLO is measured with its defaults and with the paper's threshold and guess.
+through the sessions of the decode bench. What a hit is differs: of CLO, a head that reuses its set, out of all lookups
+of offloaded heads; of RetroInfer, a row of the clusters that it retrieves which its device cache has, out of all such
+rows. The two are not to be compared. CLO is measured with its defaults and with the paper's threshold and guess.
 """
 
 import argparse
