@@ -6,7 +6,7 @@
 #   tools/gpu_check.sh headline recall      the project's goals, asked for by name: minutes each
 #
 # Environment: OUT, a folder for results and logs.txt (default build/gpu-check); PYTHON (default python3); JOBS, of
-# compilers; WORKERS, of pytest; SUITES, paths of suites; RUNS of headline (rivals and transformers, too); CHAINS of
+# compilers; WORKERS, of pytest; SUITES, paths of suites; RUNS of headline (ablation, rivals and transformers, too); CHAINS of
 # recall, a length; CLO_JAX_* as in CONTRIBUTING.md.
 set -u
 shopt -s nullglob
@@ -88,6 +88,7 @@ if has headline; then
   for run in ${RUNS:-128k early timeline always qwen growth 1m}; do
     case $run in
       timeline) bench=(clo_jax.bench.timeline "$OUT/h200-timeline.json") ;;
+      ablation) bench=(clo_jax.bench.ablation_speed "$OUT/h200-ablation.json") ;;
       transformers) bench=(clo_jax.bench.transformers_decode "$OUT/h200-transformers.json" --compare "$OUT/h200-128k.json") ;;
       *) bench=(clo_jax.bench.headline "$run" "$OUT/h200-$run.json") ;;
     esac

@@ -208,7 +208,7 @@ def warm(plan: Plan, params: Any, way: Variant, context: int, batch: int, angles
             for _ in range(1 + WARM_CHUNKS):
                 next(chunks)
             if tuned is not None and tuned not in angles:
-                angles[tuned] = _turn(session, chunks, engine, tables, plan.pattern, policy)
+                angles[tuned] = tuned_angle(session, chunks, engine, tables, plan.pattern, policy)
             yield Warm(chunks, policy, engine, session, hits)
 
 
@@ -231,7 +231,7 @@ def warm_weights_only(plan: Plan, params: Any, batch: int) -> Iterator[Warm]:
         yield Warm(chunks, policy, None, None, "none")
 
 
-def _turn(
+def tuned_angle(
     session: BenchSession, chunks: Iterator[Any], engine: Engine, tables: tuple[Tables, ...],
     pattern: replay.Pattern, policy: CloPolicy,
 ) -> float:  # fmt: skip

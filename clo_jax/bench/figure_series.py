@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from clo_jax.bench import timeline
+from clo_jax.bench import ablation_speed, timeline
 from clo_jax.bench.decode import WEIGHTS_ONLY
 from clo_jax.bench.headline import CLO, EARLY, FP8, FULL, INT8, INT8_EARLY, ON_DEVICE
 from clo_jax.bench.ways import policy
@@ -54,6 +54,13 @@ class Part(NamedTuple):
     selected: float
     moved: float
     hit_rate: float
+
+
+class Speed(NamedTuple):
+    """The ablation in time, ms a step: by part and sets; `controls` by name."""
+
+    parts: dict[str, dict[str, float]]
+    controls: dict[str, float]
 
 
 def by_context(content: Content) -> Panel:
@@ -153,6 +160,24 @@ def ablation(content: Content) -> dict[str, Part]:
         hits, share, moved = (rows[one] for one in wanted)
         found[name] = Part(share["rows_selected"] / hits["decode_steps"], moved["value"], hits["value"])
     return found
+
+
+def ablation_speed_steps(content: Content) -> Speed:
+    """Steps of the parts, those that equal another under one name with it, and of the controls."""
+    steps = {row["name"]: row for row in content["rows"] if row["name"].startswith("step, ")}
+    found: dict[str, dict[str, float]] = {}
+    names: dict[str, list[str]] = {}
+    for row in steps.values():
+        if "part" in row:
+            found.setdefault(row["timed_as"], {})[row["sets"]] = row["value"]
+            names[row["timed_as"]] = [*dict.fromkeys((*names.get(row["timed_as"], ()), row["part"]))]
+    controls = (FULL, WEIGHTS_ONLY)
+    _require(steps, [f"step, {control}" for control in controls])
+    _require(steps, [f"step, {part}, {sets}" for part in ablation_speed.PARTS for sets in ablation_speed.SETS])
+    return Speed(
+        {" = ".join(names[part]): of for part, of in found.items()},
+        {control: steps[f"step, {control}"]["value"] for control in controls},
+    )  # fmt: skip
 
 
 def _of_policies(content: Content) -> list[Mapping[str, Any]]:

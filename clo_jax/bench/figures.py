@@ -18,6 +18,7 @@ from typing import Any
 
 from clo_jax.bench import figure_series as series
 from clo_jax.bench import report
+from clo_jax.bench.ablation_speed import DELTA, UNIFORM, WHOLE
 from clo_jax.pictures import new_figure, require_matplotlib
 
 # Told apart by the colour-blind as well.
@@ -130,6 +131,25 @@ def _ablation(figure: Any, parts: Mapping[str, series.Part]) -> None:
     left.margins(x=0.12)
 
 
+def _ablation_speed(figure: Any, speed: series.Speed) -> None:
+    axis = figure.subplots()
+    base, most = speed.parts[UNIFORM][WHOLE], max(max(of.values()) for of in speed.parts.values())
+    for number, (sets, colour) in enumerate(((WHOLE, _GREY), (DELTA, "C0"))):
+        values = [of[sets] for of in speed.parts.values()]
+        drawn = axis.barh([i + 0.4 * number - 0.2 for i in range(len(values))], values, 0.38, color=colour, label=sets)
+        labels = [f"{v:.2f} ms" + (f" ({v / base - 1:+.0%})" if v != base else "") for v in values]
+        white = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # lines of the controls may be behind
+        axis.bar_label(drawn, labels, padding=4, fontsize=7, bbox=white)
+    for (name, ms), style in zip(speed.controls.items(), ("--", ":"), strict=True):
+        axis.axvline(ms, color="0.45", linestyle=style, marker="", label=name)
+    axis.set_yticks(range(len(speed.parts)), [textwrap.fill(name, 16) for name in speed.parts])
+    axis.set_xlim(0, 1.25 * max(most, *speed.controls.values()))
+    axis.set_xlabel("ms a step (in brackets: against the uniform threshold with whole sets)")
+    axis.invert_yaxis()
+    axis.grid(False, axis="y")
+    axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+
+
 DRAWINGS = {
     "throughput": Drawing(
         {
@@ -142,6 +162,7 @@ DRAWINGS = {
     "bandwidth": Drawing({"h200-transfer.json": series.bandwidth}, _bandwidth, 7.5, 3.2),
     "memory": Drawing({"h200-memory.json": series.device_bytes}, _memory, 7.5, 3.6),
     "ablation": Drawing({"smollm2-ablation.json": series.ablation}, _ablation, 7.5, 3.4),
+    "ablation-speed": Drawing({"h200-ablation.json": series.ablation_speed_steps}, _ablation_speed, 7.5, 2.8),
 }  # fmt: skip
 
 
