@@ -173,7 +173,9 @@ class Session:
         if self._engine is None:
             return contextlib.nullcontext()
         layers = sum(bool(self._layout.offloaded(layer)) for layer in range(self._layout.num_layers))
-        program = (self._policy, self._chunk, state.token.shape, *static)
+        leaves, nesting = jax.tree.flatten(self._params)
+        arrays = tuple((leaf.shape, leaf.dtype) for leaf in leaves)  # packed parameters are another program than plain ones
+        program = (self._model, self._policy, self._chunk, state.token.shape, nesting, arrays, *static)
         return self._engine.serving(self._chunk * layers, program) if layers else contextlib.nullcontext()
 
     def _take(self, new: list[list[int]]) -> list[list[int]]:
