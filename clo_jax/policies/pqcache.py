@@ -232,14 +232,15 @@ def codebooks(parts: jax.Array, first: jax.Array, count: jax.Array, number: int,
     B, K, m, N, d = parts.shape
     make = functools.partial(kmeans.lloyd, number=number, iterations=iterations)
     sets = (parts.reshape(-1, N, d), jnp.repeat(first, K * m), jnp.repeat(count, K * m))
-    return jax.lax.map(lambda s: make(*s), sets).reshape(B, K, m, number, d)
+    return kmeans.over_sets(make, sets, 4 * N * (d + 3 * number)).reshape(B, K, m, number, d)
 
 
 def encode(parts: jax.Array, centroids: jax.Array) -> jax.Array:
     """Codes of sub-vectors [B, K, m, N, d] by centroids [B, K, m, C, d] -> uint8 [B, K, m, N]."""
     B, K, m, N, d = parts.shape
     sets = (parts.reshape(-1, N, d), centroids.reshape(B * K * m, -1, d))
-    return jax.lax.map(lambda s: kmeans.nearest(*s), sets).astype(jnp.uint8).reshape(B, K, m, N)
+    codes = kmeans.over_sets(kmeans.nearest, sets, 4 * N * (d + 3 * centroids.shape[3]))
+    return codes.astype(jnp.uint8).reshape(B, K, m, N)
 
 
 def code_scores(query: jax.Array, centroids: jax.Array, codes: jax.Array) -> jax.Array:

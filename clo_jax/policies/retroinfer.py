@@ -55,7 +55,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clo_jax.config import ModelConfig
-from clo_jax.policies import clusters, dense
+from clo_jax.policies import clusters, dense, kmeans
 from clo_jax.policies.base import LayerState, Position, Prefilled, Shared
 from clo_jax.policies.clo import take_tail
 from clo_jax.policies.exact import write_row
@@ -190,7 +190,8 @@ class RetroInferPolicy(HostPolicy):
             iterations=self.config.iterations,
         )  # fmt: skip
         heads = (rows.reshape(B * K, *rows.shape[2:]), jnp.repeat(first, K), jnp.repeat(count, K))
-        found = jax.lax.map(lambda head: make(*head), heads)
+        each = clusters.work_bytes(rows.shape[2], rows.shape[4], room, self.config.cluster_tokens, segment)
+        found = kmeans.over_sets(make, heads, each)
         return clusters.Clusters(*(x.reshape(B, K, *x.shape[1:]) for x in found))
 
     # --- decode ----------------------------------------

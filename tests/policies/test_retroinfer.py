@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from clo_jax import generate as gen
-from clo_jax.policies import clusters
+from clo_jax.policies import clusters, kmeans
 from clo_jax.policies.wave_buffer import ClusterRows, LruClusters
 from clo_jax.rivals import RetroInferConfig
 from tests import tiny
@@ -142,6 +142,18 @@ def test_segments_are_clustered_on_their_own():
     rows = jnp.asarray(np.stack([keys, keys], axis=1))
     found = clusters.cluster(rows, jnp.int32(0), jnp.int32(32), 4, 8, 16, 3)
     assert found.labels.tolist() == order + [2 + i for i in order]
+
+
+@pytest.mark.parametrize("at_once", [2, 3, 5, 9])
+def test_heads_at_the_same_time_are_clustered_as_one_by_one(at_once):
+    rows = jnp.asarray(np.random.default_rng(0).normal(size=(5, 100, 2, 8)), jnp.float32)
+    first, count = jnp.full((5,), 4, jnp.int32), jnp.array([96, 90, 33, 1, 0], jnp.int32)
+    make = functools.partial(clusters.cluster, room=26, per_cluster=4, segment=32, iterations=4)
+    want = kmeans.over_sets(make, (rows, first, count), 1, 1)
+    found = kmeans.over_sets(make, (rows, first, count), 1, at_once)
+    assert (found.labels == want.labels).all() and (found.sizes == want.sizes).all()
+    np.testing.assert_allclose(found.centroids, want.centroids, atol=1e-5)
+    np.testing.assert_allclose(found.values, want.values, atol=1e-5)
 
 
 def test_least_recently_used_cluster_leaves():
