@@ -84,13 +84,24 @@ def unit(x: jax.Array) -> jax.Array:
     return x / jnp.maximum(jnp.linalg.norm(x, axis=1, keepdims=True), 1e-20)
 
 
+def work_bytes(tokens: int, head_dim: int, room: int, per_cluster: int, segment: int) -> int:
+    """Bytes that `cluster` needs for its work, about: float32 rows, and products of tokens with centroids."""
+    length, some = _longest(tokens, per_cluster, segment)
+    return 4 * (4 * tokens * head_dim + 3 * max(length * some, min(CHUNK, tokens) * room))
+
+
+def _longest(tokens: int, per_cluster: int, segment: int) -> tuple[int, int]:
+    """Tokens of the longest segment, and the most clusters that one has."""
+    length = min(tokens, segment + segment // 2)
+    return length, length // per_cluster + 2
+
+
 def _in_segments(points, first, count, live, room, per_cluster, segment, iterations) -> jax.Array:
     """Unit centroids [room, D] of each segment on its own, those of one segment after those of the other."""
     N = points.shape[0]
     most = max(1, (N + segment // 2) // segment)
-    length = min(N, segment + segment // 2)  # of the longest segment
+    length, some = _longest(N, per_cluster, segment)
     number = jnp.clip((count + segment // 2) // segment, 1, most)
-    some = length // per_cluster + 2  # clusters of a segment, at most
 
     def one(s):
         begin, end = s * count // number, jnp.minimum(s + 1, number) * count // number

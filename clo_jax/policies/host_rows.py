@@ -2,12 +2,14 @@
 
 A program reaches the rows through callbacks: XLA stops where the callback stands, copies its operands to the host,
 waits for Python, and copies the results back. So every access is a synchronisation with the host, and the CPU gathers
-rows one by one into a staging buffer before they are copied as a whole. The callbacks of a program are ordered by the
-`token` that each takes and returns.
+rows into a staging buffer before they are copied as a whole. The callbacks of a program are ordered by the `token` that
+each takes and returns.
 
-Two things are not as in a tuned system, and make times worse than theirs (what is counted is right either way): host
-memory is pageable, and a callback's results have a fixed size, so on a GPU the whole staging buffer crosses the link
-however many of its rows are asked for. On a CPU there is no link; the copies are the same.
+Three things are not as in a tuned system, and make times worse than theirs (what is counted is right either way): host
+memory is pageable; Python answers, with NumPy on one thread; and a callback's results have a fixed size, all of which
+crosses the link. A policy that asks for as many rows at every step loses nothing by the last; one with a cache on the
+device gets what it lacks in pieces (`policies.staging`), each of which costs one more callback. On a CPU there is no
+link; the copies are the same.
 """
 
 import contextlib

@@ -1,10 +1,30 @@
-"""k-means in plain JAX, for the indexes of rival policies. One set of points at a time; `jax.lax.map` takes many.
+"""k-means in plain JAX, for the indexes of rival policies. Functions of one set of points; `over_sets` takes many.
 
 Deterministic: centroids start at evenly spaced points. A centroid that no point is nearest to stays where it is.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+
+WORK_BYTES = 2 << 30  # that may be needed on a GPU for sets at the same time
+
+
+def over_sets(make: Callable[..., Any], sets: tuple[jax.Array, ...], each: int, at_once: int | None = None) -> Any:
+    """`make` of every set, the arrays of `sets` and of the results beginning with an axis over them.
+
+    each: bytes that it needs for one set. at_once: how many sets at the same time (static); None: on a CPU, where one
+    fills the cores, one; on a GPU, where one set's operations are too small to, as many as `WORK_BYTES` allow.
+    """
+    number = sets[0].shape[0]
+    if at_once is None:
+        at_once = 1 if jax.default_backend() == "cpu" else WORK_BYTES // each
+    # The fewest rounds, of about the same size.
+    rounds = -(-number // max(min(at_once, number), 1))
+    batch = -(-number // rounds)
+    return jax.lax.map(lambda s: make(*s), sets, batch_size=batch if batch > 1 else None)
 
 
 def spaced(points: jax.Array, start: jax.Array, count: jax.Array, number: int) -> jax.Array:

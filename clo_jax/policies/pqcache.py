@@ -18,8 +18,8 @@ New tokens. A token enters the window of recent ones on the device. When it leav
 gets the code of the nearest centroids, which stay as prefill made them, and from that very step on it can be selected.
 
 The cache. Per layer and sequence the device holds `cache_tokens` tokens in blocks of `block_tokens` consecutive ones,
-for all KV heads together. Selected rows in cached blocks are read there; the others are gathered by the CPU into a
-staging buffer and copied. Then the blocks are ranked by how many selected tokens they hold over all heads, and as many
+for all KV heads together. Selected rows in cached blocks are read there; the others are gathered by the CPU and copied.
+Then the blocks are ranked by how many selected tokens they hold over all heads, and as many
 of the best as the cache has blocks are inserted in that order under a least-frequently-used rule; blocks that are new
 are copied whole.
 
@@ -39,8 +39,8 @@ What differs from the original.
 - Only whole blocks enter the cache; there the last, growing one may, with rows that are not there yet.
 - Any number of sequences, each with its own cache; there one.
 - A prompt with fewer keys than centroids gives each key its own; there it is not compressed and attended to in full.
-- Gathering is NumPy's, on one thread per program; see `policies.host_rows` for how times suffer. What is attended to
-  and what is counted is not affected.
+- Gathering is NumPy's, on one thread per program, and what is gathered crosses in pieces (`policies.staging`); see
+  `policies.host_rows` for how times suffer. What is attended to and what is counted is not affected.
 """
 
 import dataclasses
@@ -54,13 +54,14 @@ import numpy as np
 from clo_jax.config import ModelConfig
 from clo_jax.policies import dense, kmeans
 from clo_jax.policies.base import LayerState, Position, Prefilled, Shared
-from clo_jax.policies.block_cache import BlockRows
+from clo_jax.policies.block_cache import BlockRows, most_sent
 from clo_jax.policies.clo import take_tail
 from clo_jax.policies.exact import write_row
 from clo_jax.policies.geometry import RivalLayout
 from clo_jax.policies.host_rows import call
 from clo_jax.policies.ring import held_tokens, ring_place
 from clo_jax.policies.rival import Always, HostPolicy, Reads
+from clo_jax.policies.staging import access
 from clo_jax.rivals import PQCacheConfig
 
 
@@ -102,7 +103,8 @@ class PQCachePolicy(HostPolicy):
     @staticmethod
     def keeper(layout: RivalLayout, config: PQCacheConfig) -> BlockRows:
         """The host's part."""
-        return BlockRows(layout, PQCachePolicy(layout, config, 0).blocks, config.block_tokens)
+        policy = PQCachePolicy(layout, config, 0)
+        return BlockRows(layout, policy.blocks, config.block_tokens, policy.most)
 
     @property
     def retriever_name(self) -> str:
@@ -120,7 +122,7 @@ class PQCachePolicy(HostPolicy):
 
     @property
     def most(self) -> int:
-        """Rows of the staging buffer of a head."""
+        """Rows that a head selects at most."""
         return max(int(sizes(self.config, np.int32(self.layout.max_tokens), np)[1]), 1)
 
     def begins(self, length: jax.Array) -> jax.Array:
@@ -201,25 +203,12 @@ class PQCachePolicy(HostPolicy):
         left: jax.Array, end: jax.Array,
     ) -> tuple[LayerState, Shared, jax.Array]:  # fmt: skip
         """Rows [B, K, n, 2, D] of the selected tokens, from the cache or the host; what is new in the cache."""
-        B, K, n = index.shape
-        dtype, block, tail = left.dtype, self.config.block_tokens, left.shape[2:]
-        results = (
-            jax.ShapeDtypeStruct((B, K, n), jnp.int32),
-            jax.ShapeDtypeStruct((B, K, n, *tail), dtype),
-            jax.ShapeDtypeStruct((B, self.blocks), jnp.int32),
-            jax.ShapeDtypeStruct((B, self.blocks, K, block, *tail), dtype),
+        cache, n = state["cache"], index.shape[2]
+        most = most_sent(self.layout, n, cache.shape[2])
+        token, rows, cache = access(
+            self.rows, "look_up", shared["token"], layer, cache, n, most, index, count, slot, left, end
         )
-        token, source, staged, entering, blocks = call(
-            self.rows, "look_up", results, shared["token"], layer, index, count, slot, left, end
-        )
-        if self.blocks:
-            there = jnp.take_along_axis(state["cache"], jnp.maximum(source, 0)[..., None, None], axis=2)
-            staged = jnp.where(source[..., None, None] >= 0, there, staged)
-            cache = state["cache"].reshape(B, K, self.blocks, block, *tail)
-            where = jnp.where(entering >= 0, entering, self.blocks)  # beyond the end: dropped
-            enter = jax.vmap(lambda all, i, new: all.at[:, i].set(new.swapaxes(0, 1), mode="drop"))
-            state = state | {"cache": enter(cache, where, blocks).reshape(state["cache"].shape)}
-        return state, shared | {"token": token}, staged
+        return state | {"cache": cache}, shared | {"token": token}, rows
 
 
 def sizes(config: PQCacheConfig, length, xp=jnp):
@@ -243,14 +232,15 @@ def codebooks(parts: jax.Array, first: jax.Array, count: jax.Array, number: int,
     B, K, m, N, d = parts.shape
     make = functools.partial(kmeans.lloyd, number=number, iterations=iterations)
     sets = (parts.reshape(-1, N, d), jnp.repeat(first, K * m), jnp.repeat(count, K * m))
-    return jax.lax.map(lambda s: make(*s), sets).reshape(B, K, m, number, d)
+    return kmeans.over_sets(make, sets, 4 * N * (d + 3 * number)).reshape(B, K, m, number, d)
 
 
 def encode(parts: jax.Array, centroids: jax.Array) -> jax.Array:
     """Codes of sub-vectors [B, K, m, N, d] by centroids [B, K, m, C, d] -> uint8 [B, K, m, N]."""
     B, K, m, N, d = parts.shape
     sets = (parts.reshape(-1, N, d), centroids.reshape(B * K * m, -1, d))
-    return jax.lax.map(lambda s: kmeans.nearest(*s), sets).astype(jnp.uint8).reshape(B, K, m, N)
+    codes = kmeans.over_sets(kmeans.nearest, sets, 4 * N * (d + 3 * centroids.shape[3]))
+    return codes.astype(jnp.uint8).reshape(B, K, m, N)
 
 
 def code_scores(query: jax.Array, centroids: jax.Array, codes: jax.Array) -> jax.Array:

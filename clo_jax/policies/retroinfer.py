@@ -35,8 +35,9 @@ gathers.
 
 What differs from the original.
 - There the GPU reads missed rows from pinned host memory by itself, once the CPU has said which; here the CPU gathers
-  them into a staging buffer. The lists are Python's, not a pool of C++ threads, and their update does not overlap with
-  attention. See `policies.host_rows` for how times suffer. What is attended to and what is counted is not affected.
+  them and they cross in pieces (`policies.staging`). The lists are NumPy's, on one thread for all heads, not those of
+  a pool of C++ threads, and their update does not overlap with attention. See `policies.host_rows` for how times
+  suffer. What is attended to and what is counted is not affected.
 - Segments follow the number of tokens that are clustered, each sequence on its own; the number of centroids is not
   rounded to multiples that a kernel wants; a centroid that no key belongs to in an iteration stays.
 - The execution buffer holds max(`buffer_clusters`, 4 times the retrieved) clusters of mean size, at most the context.
@@ -54,7 +55,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clo_jax.config import ModelConfig
-from clo_jax.policies import clusters, dense
+from clo_jax.policies import clusters, dense, kmeans
 from clo_jax.policies.base import LayerState, Position, Prefilled, Shared
 from clo_jax.policies.clo import take_tail
 from clo_jax.policies.exact import write_row
@@ -62,6 +63,7 @@ from clo_jax.policies.geometry import RivalLayout
 from clo_jax.policies.host_rows import call
 from clo_jax.policies.ring import held_tokens, ring_place
 from clo_jax.policies.rival import Always, HostPolicy, Reads
+from clo_jax.policies.staging import access
 from clo_jax.policies.wave_buffer import ClusterRows
 from clo_jax.rivals import RetroInferConfig
 
@@ -188,7 +190,8 @@ class RetroInferPolicy(HostPolicy):
             iterations=self.config.iterations,
         )  # fmt: skip
         heads = (rows.reshape(B * K, *rows.shape[2:]), jnp.repeat(first, K), jnp.repeat(count, K))
-        found = jax.lax.map(lambda head: make(*head), heads)
+        each = clusters.work_bytes(rows.shape[2], rows.shape[4], room, self.config.cluster_tokens, segment)
+        found = kmeans.over_sets(make, heads, each)
         return clusters.Clusters(*(x.reshape(B, K, *x.shape[1:]) for x in found))
 
     # --- decode ----------------------------------------
@@ -242,16 +245,11 @@ class RetroInferPolicy(HostPolicy):
         self, layer: int, state: LayerState, shared: Shared, index: jax.Array, count: jax.Array
     ) -> tuple[LayerState, Shared, jax.Array]:
         """The execution buffer [B, K, E, 2, D] with the rows of the clusters; the cache takes what it admits."""
-        B, K, _ = index.shape
-        E, cache = self.buffer, state["cache"]
-        places = jax.ShapeDtypeStruct((B, K, E), jnp.int32)
-        results = (places, jax.ShapeDtypeStruct((B, K, E, *cache.shape[3:]), cache.dtype), places)
-        token, source, staged, target = call(self.rows, "access", results, shared["token"], layer, index, count)
-        there = jnp.take_along_axis(cache, jnp.maximum(source, 0)[..., None, None], axis=2)
-        buffer = jnp.where(source[..., None, None] >= 0, there, staged)
-        where = jnp.where(target >= 0, target, cache.shape[2])  # beyond the end: dropped
-        enter = jax.vmap(jax.vmap(lambda all, i, new: all.at[i].set(new, mode="drop")))
-        return state | {"cache": enter(cache, where, buffer)}, shared | {"token": token}, buffer
+        most = self.layout.batch * self.layout.num_kv_heads * self.buffer
+        token, buffer, cache = access(
+            self.rows, "access", shared["token"], layer, state["cache"], self.buffer, most, index, count
+        )
+        return state | {"cache": cache}, shared | {"token": token}, buffer
 
     def _update(self, layer: int, at: Position, state: LayerState, shared: Shared) -> tuple[LayerState, Shared]:
         """Indexes the oldest tokens of a steady zone that is full, before the next one comes."""

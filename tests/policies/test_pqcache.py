@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from clo_jax.policies import kmeans, pqcache, ring
-from clo_jax.policies.block_cache import BlockRows, LfuTable
+from clo_jax.policies.block_cache import BlockRows, LfuTables
 from clo_jax.rivals import PQCacheConfig
 from tests import tiny
 from tests.policies import rivals
@@ -125,33 +125,64 @@ def test_a_centroid_for_every_key_selects_the_true_top():
 
 
 def test_least_frequently_used_block_leaves():
-    table = LfuTable(2, 10)
-    assert table.insert([3, 5]) == [3, 5] and table.insert([5]) == []
-    assert table.insert([7]) == [7] and table.place[[3, 5, 7]].tolist() == [-1, 1, 0]  # 3 was used least
-    assert table.insert([5, 8, 9]) == [9]  # 8 takes the place of 7, and 9 that of 8 at once
-    assert table.place[[7, 8, 9]].tolist() == [-1, -1, 0] and LfuTable(0, 4).insert([]) == []
+    table = LfuTables(1, 2, 10)
+
+    def insert(*blocks):
+        return table.insert(np.array([blocks]), np.array([len(blocks)]))[0].tolist()
+
+    assert insert(3, 5) == [3, 5] and insert(5) == []
+    assert insert(7) == [7] and table.place[0, [3, 5, 7]].tolist() == [-1, 1, 0]  # 3 was used least
+    assert insert(5, 8, 9) == [9]  # 8 takes the place of 7, and 9 that of 8 at once
+    assert table.place[0, [7, 8, 9]].tolist() == [-1, -1, 0]
+    assert [x.tolist() for x in LfuTables(2, 0, 4).insert(np.zeros((2, 0), int), np.zeros(2, int))] == [[], []]
+
+
+@pytest.mark.parametrize("capacity", [1, 3, 6, 20])
+def test_tables_of_many_sequences_go_as_one_by_one(capacity):
+    rng = np.random.default_rng(capacity)
+    B, number = 3, 20
+    table = LfuTables(B, capacity, number)
+    uses, places = [{} for _ in range(B)], np.full((B, number), -1)
+    for begin in np.cumsum(rng.integers(0, 2, 200)) % number:
+        blocks = np.stack([rng.permutation((begin + np.arange(capacity)) % number) for _ in range(B)])
+        count = rng.integers(0, capacity + 1, B)
+        entered = table.insert(blocks, count)
+        for use, place, row, n, found in zip(uses, places, blocks, count, entered, strict=True):
+            before = place.copy()
+            for block in row[:n].tolist():
+                if block not in use and len(use) == capacity:
+                    victim = min(use, key=lambda b: (use[b][0], use[b][1]))
+                    place[block], place[victim] = place[victim], -1
+                    del use[victim]
+                elif block not in use:
+                    place[block] = len(use)
+                times, _ = use.get(block, (0, 0))
+                use[block] = (times + 1, 1 + max((last for _, last in use.values()), default=0))
+            assert found.tolist() == [block for block in use if place[block] != before[block]]
+        assert (table.place == places).all()
 
 
 def test_look_up_by_hand():
     model = dataclasses.replace(rivals.QWEN, num_layers=1, head_dim=2)
-    config = dataclasses.replace(SMALL, cache_tokens=4, block_tokens=4)
+    config = dataclasses.replace(SMALL, cache_tokens=4, block_tokens=4, sparsity=0.5)
     with rivals.rival(model, config, 1, 16) as (policy, rows):
-        assert isinstance(rows, BlockRows) and policy.blocks == 1
+        assert isinstance(rows, BlockRows) and policy.blocks == 1 and policy.most == 3
         prompt = np.arange(12, dtype=np.float32).repeat(4).reshape(1, 1, 12, 2, 2)
         rows.on_offload(0, prompt, np.array([10]))
-        index = np.array([[[6, 9, 5, 0]]], np.int32)
+        index = np.array([[[6, 9, 5]]], np.int32)
         new = np.full((1, 1, 2, 2), 10, np.float32)
         args = (0, index, np.array([3]), np.array([[10]]), new, np.array([11]))
-        source, staged, entering, blocks = rows.on_look_up(*args)
-        assert source[0, 0].tolist() == [-1] * 4 and staged[0, 0, :, 0, 0].tolist() == [6, 9, 5, 0]
-        assert entering.tolist() == [[0]] and blocks[0, 0, 0, :, 0, 0].tolist() == [4, 5, 6, 7]
-        source, staged, entering, _ = rows.on_look_up(*args)
-        assert source[0, 0].tolist() == [2, -1, 1, -1] and staged[0, 0, :, 0, 0].tolist() == [0, 9, 0, 0]
-        assert entering.tolist() == [[-1]]
+        source, left, staged, at, cached = rows.on_look_up(*args)
+        assert source[0, 0].tolist() == [-1] * 3 and left == [0] and at[:3].tolist() == [0, 1, 2]
+        assert staged[:, 0, 0].tolist() == [6, 9, 5, 4, 5, 6, 7] and cached[3:].tolist() == [0, 1, 2, 3]
+        assert at[3:].min() >= 3 and cached[:3].min() >= 4  # nowhere
+        source, left, staged, at, cached = rows.on_look_up(*args)
+        assert source[0, 0].tolist() == [2, -1, 1] and left == [0] and staged[0, 0, 0] == 9 and at[0] == 1
+        assert at[1:].min() >= 3 and cached.min() >= 4
         counts = rows.counters()
         assert (counts.hits, counts.misses, counts.rows_moved) == (2, 4, 4 + 4)
-        rows.on_look_up(0, np.array([[[8, 10, 11, 9]]]), np.array([3]), *args[3:])
-        assert rows.on_look_up(*args)[0][0, 0].tolist() == [2, -1, 1, -1]  # 8 to 11 is no whole block yet
+        rows.on_look_up(0, np.array([[[8, 10, 11]]]), np.array([3]), *args[3:])
+        assert rows.on_look_up(*args)[0][0, 0].tolist() == [2, -1, 1]  # 8 to 11 is no whole block yet
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from clo_jax import generate as gen
-from clo_jax.policies import clusters
+from clo_jax.policies import clusters, kmeans
 from clo_jax.policies.wave_buffer import ClusterRows, LruClusters
 from clo_jax.rivals import RetroInferConfig
 from tests import tiny
@@ -144,13 +144,70 @@ def test_segments_are_clustered_on_their_own():
     assert found.labels.tolist() == order + [2 + i for i in order]
 
 
+@pytest.mark.parametrize("at_once", [2, 3, 5, 9])
+def test_heads_at_the_same_time_are_clustered_as_one_by_one(at_once):
+    rows = jnp.asarray(np.random.default_rng(0).normal(size=(5, 100, 2, 8)), jnp.float32)
+    first, count = jnp.full((5,), 4, jnp.int32), jnp.array([96, 90, 33, 1, 0], jnp.int32)
+    make = functools.partial(clusters.cluster, room=26, per_cluster=4, segment=32, iterations=4)
+    want = kmeans.over_sets(make, (rows, first, count), 1, 1)
+    found = kmeans.over_sets(make, (rows, first, count), 1, at_once)
+    assert (found.labels == want.labels).all() and (found.sizes == want.sizes).all()
+    np.testing.assert_allclose(found.centroids, want.centroids, atol=1e-5)
+    np.testing.assert_allclose(found.values, want.values, atol=1e-5)
+
+
 def test_least_recently_used_cluster_leaves():
-    lists = LruClusters(4)
-    assert lists.access([1, 2], {1: 2, 2: 1}) == ({}, {1: [0, 1], 2: [2]})
-    assert lists.access([1], {1: 2}) == ({1: [0, 1]}, {})
-    assert lists.access([3, 4], {3: 2, 4: 3}) == ({}, {3: [3, 2]})  # 2 has left for 3; for 4 there is too little room
-    hits, entered = lists.access([2, 3], {2: 1, 3: 2})
-    assert hits == {3: [3, 2]} and entered == {2: [0]}  # 1 has left, 3 is wanted
+    lists = LruClusters(1, 5, 4, 9)
+    lists.pages[:], lists.slot[:] = [0, 2, 1, 2, 3], [0, 0, 2, 3, 5]
+
+    def access(*wanted):
+        """Which of the clusters were there, which enter, and the pages of those that are there now."""
+        found = lists.access(np.array([wanted]), np.ones((1, len(wanted)), bool))
+        there = [c for c, known in zip(wanted, np.any(found, axis=0)[0], strict=True) if known]
+        pages = {c: [int(lists.row(0, c, i, 1)) for i in range(lists.pages[0, c])] for c in there}
+        return *(x[0].tolist() for x in found), pages
+
+    assert access(1, 2) == ([False] * 2, [True] * 2, {1: [0, 1], 2: [2]})
+    assert access(1) == ([True], [False], {1: [0, 1]})
+    # 2 has left for 3; for 4 there is too little room.
+    assert access(3, 4) == ([False] * 2, [True, False], {3: [3, 2]})
+    assert access(2, 3) == ([False, True], [True, False], {2: [0], 3: [3, 2]})  # 1 has left, 3 is wanted
+
+
+def one_by_one(order: dict, free: list, wanted: list, pages) -> tuple[list, list]:
+    """What `LruClusters.access` does, for one head: `order`, the pages of clusters that are there, and `free`, the free
+    pages, change. Returns the clusters that were there and those that enter."""
+    hits, entered = [c for c in wanted if c in order], []
+    for cluster in hits:
+        order[cluster] = order.pop(cluster)
+    for cluster in (c for c in wanted if c not in hits):
+        while len(free) < pages[cluster] and order and next(iter(order)) not in wanted:
+            free += order.pop(next(iter(order)))
+        if len(free) < pages[cluster]:
+            break
+        entered.append(cluster)
+        order[cluster] = [free.pop(0) for _ in range(pages[cluster])]
+    return hits, entered
+
+
+@pytest.mark.parametrize("cached", [2, 7, 12, 30, 200])
+def test_lists_of_many_heads_go_as_one_by_one(cached):
+    rng = np.random.default_rng(cached)
+    H, C, n = 3, 25, 6
+    lists = LruClusters(H, C, cached, 100)
+    lists.pages[:] = rng.integers(1, 5, (H, C))
+    lists.slot[:] = np.cumsum(lists.pages, axis=1) - lists.pages
+    states = [({}, list(range(cached))) for _ in range(H)]
+    drawn = np.cumsum(rng.integers(0, 4, 200)) % C
+    for begin in drawn:
+        wanted = np.stack([rng.permutation((begin + np.arange(n + 2)) % C)[:n] for _ in range(H)])
+        asked = np.arange(n)[None] < rng.integers(0, n + 1, H)[:, None]
+        found = lists.access(wanted, asked)
+        for h, (order, free) in enumerate(states):
+            want = one_by_one(order, free, wanted[h, asked[h]].tolist(), lists.pages[h])
+            assert tuple(wanted[h, x[h]].tolist() for x in found) == want
+            for cluster, pages in order.items():
+                assert [int(lists.row(h, cluster, i, 1)) for i in range(len(pages))] == pages
 
 
 def test_access_by_hand():
@@ -161,11 +218,14 @@ def test_access_by_hand():
         rows.on_build(0, prompt, np.array([[[-1, 1, 0, 1, 2, 1, -1, 0]]]))
         rows.on_extend(0, prompt + 100, np.array([[[0, 0, -1, -1, -1, -1, -1, -1]]]), np.array([3]))
         args = (0, np.array([[[1, 3, 0]]]), np.array([[2]]))
-        source, staged, target = rows.on_access(*args)
-        assert staged[0, 0, :6, 0, 0].tolist() == [1, 3, 5, 100, 101, 0] and (source == -1).all()
-        assert target[0, 0, :6].tolist() == [0, 1, 2, 4, 5, -1]  # cluster 1 has two pages of two rows
-        source, staged, target = rows.on_access(*args)
-        assert source[0, 0, :6].tolist() == [0, 1, 2, 4, 5, -1] and (target == -1).all() and not staged.any()
+        source, left, staged, at, cached = rows.on_access(*args)
+        assert left == [0] and staged[:5, 0, 0].tolist() == [1, 3, 5, 100, 101] and (source == -1).all()
+        assert at[:5].tolist() == [0, 1, 2, 3, 4] and cached[:5].tolist() == [0, 1, 2, 4, 5]
+        # Cluster 1 has two pages of two rows. What is not sent goes nowhere.
+        assert at[5:].min() >= 16 and cached[5:].min() >= policy.pages * 2
+        source, left, _, at, cached = rows.on_access(*args)
+        assert source[0, 0, :6].tolist() == [0, 1, 2, 4, 5, -1] and left == [0]
+        assert at.min() >= 16 and cached.min() >= policy.pages * 2
         counts = rows.counters()
         assert (counts.hits, counts.misses, counts.rows_moved, counts.rows_offloaded) == (5, 5, 5, 8)
 
