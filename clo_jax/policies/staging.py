@@ -58,7 +58,7 @@ class CachedRows(HostRows):
         row, *places = (x[:m] for x in self._left)
         self._left = tuple(x[m:] for x in self._left)
         n = len(row)
-        np.take(self._rows[layer].reshape(-1, *piece.shape[1:]), row, axis=0, out=piece[:n], mode="clip")
+        self.gather(layer, row, piece[:n])
         found = [np.arange(end, end + m, dtype=np.int32) for end in self._ends]
         for to, at in zip(found, places, strict=True):
             np.copyto(to[:n], at, casting="same_kind", where=at >= 0)
