@@ -14,7 +14,7 @@ from clo_jax.policies.geometry import RivalLayout
 from clo_jax.policies.host_rows import HostRows, call
 
 FIRST_BYTES = 2 << 20  # of the piece that comes with the answer: crosses in about the time that one more callback takes
-MORE_BYTES = 16 << 20  # of each further one
+MORE_BYTES = 8 << 20  # of each further one
 
 
 def piece_rows(row_bytes: int, most: int) -> tuple[int, int]:
