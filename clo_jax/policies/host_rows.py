@@ -20,6 +20,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,7 +31,7 @@ from jax.experimental import io_callback
 from clo_jax.policies.geometry import RivalLayout
 from clo_jax.transfer.counters import Counters
 
-THREADS = min(os.cpu_count() or 1, 4)  # that gather, the caller included
+THREADS = min(os.cpu_count() or 1, 4)  # that copy rows, the caller's included
 PART_BYTES = 1 << 20  # what a thread of its own pays off for
 
 _numbers = itertools.count(1)
@@ -38,8 +39,26 @@ _keepers: "weakref.WeakValueDictionary[int, HostRows]" = weakref.WeakValueDictio
 
 
 @functools.cache
-def _threads() -> concurrent.futures.ThreadPoolExecutor:
-    return concurrent.futures.ThreadPoolExecutor(max(THREADS - 1, 1), "gather")
+def _pool() -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(max(THREADS - 1, 1), "rows")
+
+
+def threads_for(nbytes: int) -> int:
+    """Threads that copying so many bytes pays off for."""
+    return min(max(nbytes // PART_BYTES, 1), THREADS)
+
+
+def spread(do: Callable[[int], None], number: int, threads: int) -> None:
+    """do(0) to do(number - 1) on `threads` threads, the caller's among them."""
+
+    def some(first: int) -> None:
+        for i in range(first, number, threads):
+            do(i)
+
+    jobs = [_pool().submit(some, first) for first in range(1, threads)]
+    some(0)
+    for job in jobs:
+        job.result()
 
 
 class HostRows:
@@ -107,9 +126,14 @@ class HostRows:
 
     def on_offload(self, layer: int, rows: np.ndarray, lengths: np.ndarray) -> tuple[()]:
         """Takes the rows of prompts: rows [B, K, N, 2, D], lengths [B]."""
-        for b, n in enumerate(lengths):
-            self._rows[layer][b, :, :n] = rows[b, :, :n]
-        self._offloaded(int(lengths.sum()) * self.layout.num_kv_heads)
+        K = self.layout.num_kv_heads
+
+        def take(each: int) -> None:
+            b, head = divmod(each, K)
+            self._rows[layer][b, head, : lengths[b]] = rows[b, head, : lengths[b]]
+
+        spread(take, len(lengths) * K, threads_for(rows.nbytes))
+        self._offloaded(int(lengths.sum()) * K)
         return ()
 
     def on_fetch(
@@ -136,15 +160,14 @@ class HostRows:
         """Copies rows, numbers [n] among all of a layer's in the order [B, K, S], to `out` [n, 2, D]; on several
         threads where they are many."""
         store = self._rows[layer].reshape(-1, *out.shape[1:])
-        parts = min(max(out.nbytes // PART_BYTES, 1), THREADS)
+        parts = threads_for(out.nbytes)
         ends = [len(row) * i // parts for i in range(parts + 1)]
-        jobs = [
-            _threads().submit(np.take, store, row[a:b], 0, out[a:b], "clip")
-            for a, b in zip(ends[1:-1], ends[2:], strict=True)
-        ]
-        np.take(store, row[: ends[1]], 0, out[: ends[1]], "clip")
-        for job in jobs:
-            job.result()
+
+        def part(i: int) -> None:
+            here = slice(ends[i], ends[i + 1])
+            np.take(store, row[here], axis=0, out=out[here], mode="clip")
+
+        spread(part, parts, parts)
 
     def _buffer(self, shape: tuple[int, ...]) -> np.ndarray:
         """Memory for the rows that a step fetches, the same at every step and layer: fresh memory costs more than the

@@ -94,7 +94,7 @@ def access(
     token, source, left, rows, at, cached_at = call(handle, method, results, token, layer, *operands)
     filled = jnp.zeros((B, K, buffer, *tail), cache.dtype)
     if P:
-        there = jnp.take_along_axis(cache, jnp.maximum(source, 0)[..., None, None], axis=2)
+        there = jnp.take_along_axis(cache, jnp.maximum(source, 0)[..., None, None], axis=2, mode="clip")
         filled = jnp.where(source[..., None, None] >= 0, there, filled)
 
     def one_more(carry):

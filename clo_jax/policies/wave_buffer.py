@@ -4,6 +4,7 @@ import numpy as np
 
 from clo_jax.policies import ragged
 from clo_jax.policies.geometry import RivalLayout
+from clo_jax.policies.host_rows import spread, threads_for
 from clo_jax.policies.staging import CachedRows
 
 
@@ -130,19 +131,23 @@ class ClusterRows(CachedRows):
         # 16 bits are sorted in linear time.
         order = np.argsort(labels.astype(np.int16) if self._room < 2**15 else labels, axis=2, kind="stable")
         left_out = np.count_nonzero(labels < 0, axis=2)
-        for b in range(B):
-            filled = self._filled[layer][b]
-            for head in range(K):
-                chosen = order[b, head, left_out[b, head] :]
-                here = slice(filled, filled + len(chosen))
-                np.take(rows[b, head], chosen, axis=0, out=self._rows[layer][b, head, here], mode="clip")
-                self._tokens[layer][b, head, here] = first_token[b] + chosen
-                sizes = np.bincount(labels[b, head, chosen])
-                where = slice(first[b], first[b] + len(sizes))
-                self._sizes[layer][b, head, where] = sizes
-                self._starts[layer][b, head, where] = filled + ragged.before(sizes)
-            self._filled[layer][b] += len(chosen)
-            self._offloaded(len(chosen) * K)
+        filled = self._filled[layer]
+
+        def fill(each: int) -> None:
+            b, head = divmod(each, K)
+            chosen = order[b, head, left_out[b, head] :]
+            here = slice(filled[b], filled[b] + len(chosen))
+            np.take(rows[b, head], chosen, axis=0, out=self._rows[layer][b, head, here], mode="clip")
+            self._tokens[layer][b, head, here] = first_token[b] + chosen
+            sizes = np.bincount(labels[b, head, chosen])
+            where = slice(first[b], first[b] + len(sizes))
+            self._sizes[layer][b, head, where] = sizes
+            self._starts[layer][b, head, where] = filled[b] + ragged.before(sizes)
+
+        spread(fill, B * K, threads_for(rows.nbytes))
+        added = labels.shape[2] - left_out[:, 0]
+        filled += added
+        self._offloaded(int(added.sum()) * K)
         lists = self._lists[layer]
         sizes, starts = (x[layer].reshape(B * K, -1) for x in (self._sizes, self._starts))
         # A cluster's pages are at most one more than its whole ones, so that these slots are its own.
