@@ -6,18 +6,21 @@ rows into a staging buffer before they are copied as a whole. The callbacks of a
 each takes and returns.
 
 Three things are not as in a tuned system, and make times worse than theirs (what is counted is right either way): host
-memory is pageable; Python answers, with NumPy on one thread; and a callback's results have a fixed size, all of which
-crosses the link. A policy that asks for as many rows at every step loses nothing by the last; one with a cache on the
-device gets what it lacks in pieces (`policies.staging`), each of which costs one more callback. On a CPU there is no
-link; the copies are the same.
+memory is pageable; Python answers, and gathers with NumPy on a few threads; and a callback's results have a fixed size,
+all of which crosses the link. A policy that asks for as many rows at every step loses nothing by the last; one with a
+cache on the device gets what it lacks in pieces (`policies.staging`), each of which costs one more callback. On a CPU
+there is no link; the copies are the same.
 """
 
+import concurrent.futures
 import contextlib
 import functools
 import itertools
+import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,8 +31,34 @@ from jax.experimental import io_callback
 from clo_jax.policies.geometry import RivalLayout
 from clo_jax.transfer.counters import Counters
 
+THREADS = min(os.cpu_count() or 1, 4)  # that copy rows, the caller's included
+PART_BYTES = 1 << 20  # what a thread of its own pays off for
+
 _numbers = itertools.count(1)
 _keepers: "weakref.WeakValueDictionary[int, HostRows]" = weakref.WeakValueDictionary()
+
+
+@functools.cache
+def _pool() -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(max(THREADS - 1, 1), "rows")
+
+
+def threads_for(nbytes: int) -> int:
+    """Threads that copying so many bytes pays off for."""
+    return min(max(nbytes // PART_BYTES, 1), THREADS)
+
+
+def spread(do: Callable[[int], None], number: int, threads: int) -> None:
+    """do(0) to do(number - 1) on `threads` threads, the caller's among them."""
+
+    def some(first: int) -> None:
+        for i in range(first, number, threads):
+            do(i)
+
+    jobs = [_pool().submit(some, first) for first in range(1, threads)]
+    some(0)
+    for job in jobs:
+        job.result()
 
 
 class HostRows:
@@ -50,6 +79,7 @@ class HostRows:
             for layer in range(layout.num_layers)
         ]
         self._asked: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by layer: index and count of the last step
+        self._staging = np.zeros(0, jnp.dtype(layout.dtype))
         self._lock = threading.Lock()
         self.handle = next(_numbers)
         _keepers[self.handle] = self
@@ -96,9 +126,14 @@ class HostRows:
 
     def on_offload(self, layer: int, rows: np.ndarray, lengths: np.ndarray) -> tuple[()]:
         """Takes the rows of prompts: rows [B, K, N, 2, D], lengths [B]."""
-        for b, n in enumerate(lengths):
-            self._rows[layer][b, :, :n] = rows[b, :, :n]
-        self._offloaded(int(lengths.sum()) * self.layout.num_kv_heads)
+        K = self.layout.num_kv_heads
+
+        def take(each: int) -> None:
+            b, head = divmod(each, K)
+            self._rows[layer][b, head, : lengths[b]] = rows[b, head, : lengths[b]]
+
+        spread(take, len(lengths) * K, threads_for(rows.nbytes))
+        self._offloaded(int(lengths.sum()) * K)
         return ()
 
     def on_fetch(
@@ -112,14 +147,34 @@ class HostRows:
         self.append(layer, slot, new)
         self.remember(layer, index, count)
         B, K, n = index.shape
-        staging = np.zeros((B, K, n, 2, self.layout.head_dim), new.dtype)
+        staging = self._buffer((B, K, n, 2, self.layout.head_dim))
+        first = np.arange(B * K).reshape(B, K, 1) * self.layout.max_tokens
+        self.gather(layer, (first + index).ravel(), staging.reshape(B * K * n, 2, -1))
         for b in range(B):
-            for head in range(K):
-                wanted = index[b, head, : count[b]]
-                np.take(self._rows[layer][b, head], wanted, axis=0, out=staging[b, head, : len(wanted)], mode="clip")
+            staging[b, :, count[b] :] = 0
         rows = int(count.sum()) * K
         self.count(rows_selected=rows, rows_posted=rows, moved=rows)
         return (staging,)
+
+    def gather(self, layer: int, row: np.ndarray, out: np.ndarray) -> None:
+        """Copies rows, numbers [n] among all of a layer's in the order [B, K, S], to `out` [n, 2, D]; on several
+        threads where they are many."""
+        store = self._rows[layer].reshape(-1, *out.shape[1:])
+        parts = threads_for(out.nbytes)
+        ends = [len(row) * i // parts for i in range(parts + 1)]
+
+        def part(i: int) -> None:
+            here = slice(ends[i], ends[i + 1])
+            np.take(store, row[here], axis=0, out=out[here], mode="clip")
+
+        spread(part, parts, parts)
+
+    def _buffer(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Memory for the rows that a step fetches, the same at every step and layer: fresh memory costs more than the
+        rows. When a program asks again, it has what it was sent."""
+        if self._staging.shape != shape:
+            self._staging = np.zeros(shape, jnp.dtype(self.layout.dtype))
+        return self._staging
 
     def append(self, layer: int, slot: np.ndarray, new: np.ndarray) -> None:
         """Writes new rows [B, K, 2, D] at slots [B, K]; -1: nowhere."""

@@ -40,8 +40,8 @@ What differs from the original.
 - Every layer has fetched rows of its own on the device; there they go once they have been attended to.
 - The pool's counters are wide enough never to be halved. A row that replaces another starts with one use more than that
   one had, so that it is not the next to go.
-- Gathering is NumPy's, on one thread per program, and does not run beside the layer before: see `policies.host_rows`
-  for how times suffer. What is attended to and what is counted is not affected.
+- Gathering is NumPy's, on a few threads, and does not run beside the layer before: see `policies.host_rows` for how
+  times suffer. What is attended to and what is counted is not affected.
 """
 
 import dataclasses

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-WORK_BYTES = 2 << 30  # that may be needed on a GPU for sets at the same time
+WORK_BYTES = 1 << 30  # that may be needed on a GPU for sets at the same time
 
 
 def over_sets(make: Callable[..., Any], sets: tuple[jax.Array, ...], each: int, at_once: int | None = None) -> Any:

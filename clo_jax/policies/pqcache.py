@@ -39,7 +39,7 @@ What differs from the original.
 - Only whole blocks enter the cache; there the last, growing one may, with rows that are not there yet.
 - Any number of sequences, each with its own cache; there one.
 - A prompt with fewer keys than centroids gives each key its own; there it is not compressed and attended to in full.
-- Gathering is NumPy's, on one thread per program, and what is gathered crosses in pieces (`policies.staging`); see
+- Gathering is NumPy's, on a few threads, and what is gathered crosses in pieces (`policies.staging`); see
   `policies.host_rows` for how times suffer. What is attended to and what is counted is not affected.
 """
 

@@ -14,7 +14,7 @@ from clo_jax.policies.geometry import RivalLayout
 from clo_jax.policies.host_rows import HostRows, call
 
 FIRST_BYTES = 2 << 20  # of the piece that comes with the answer: crosses in about the time that one more callback takes
-MORE_BYTES = 16 << 20  # of each further one
+MORE_BYTES = 8 << 20  # of each further one
 
 
 def piece_rows(row_bytes: int, most: int) -> tuple[int, int]:
@@ -58,7 +58,7 @@ class CachedRows(HostRows):
         row, *places = (x[:m] for x in self._left)
         self._left = tuple(x[m:] for x in self._left)
         n = len(row)
-        np.take(self._rows[layer].reshape(-1, *piece.shape[1:]), row, axis=0, out=piece[:n], mode="clip")
+        self.gather(layer, row, piece[:n])
         found = [np.arange(end, end + m, dtype=np.int32) for end in self._ends]
         for to, at in zip(found, places, strict=True):
             np.copyto(to[:n], at, casting="same_kind", where=at >= 0)
@@ -91,18 +91,19 @@ def access(
         return all.at[at].set(rows, mode="drop", unique_indices=True)
 
     results = (jax.ShapeDtypeStruct((B, K, buffer), jnp.int32), *piece(first))
-    token, source, left, rows, *places = call(handle, method, results, token, layer, *operands)
+    token, source, left, rows, at, cached_at = call(handle, method, results, token, layer, *operands)
     filled = jnp.zeros((B, K, buffer, *tail), cache.dtype)
     if P:
-        there = jnp.take_along_axis(cache, jnp.maximum(source, 0)[..., None, None], axis=2)
+        there = jnp.take_along_axis(cache, jnp.maximum(source, 0)[..., None, None], axis=2, mode="clip")
         filled = jnp.where(source[..., None, None] >= 0, there, filled)
-    whole = tuple(x.reshape(-1, *tail) for x in (filled, cache))
-    whole = tuple(put(all, at, rows) for all, at in zip(whole, places, strict=True))
 
     def one_more(carry):
         token, _, *whole = carry
         token, left, rows, *places = call(handle, "more", piece(more), token, layer)
         return token, left, *(put(all, at, rows) for all, at in zip(whole, places, strict=True))
 
-    token, _, *whole = jax.lax.while_loop(lambda carry: carry[1][0] > 0, one_more, (token, left, *whole))
-    return token, whole[0].reshape(filled.shape), whole[1].reshape(cache.shape)
+    carry = (token, left, put(filled.reshape(-1, *tail), at, rows), cache.reshape(-1, *tail))
+    token, _, filled, cache = jax.lax.while_loop(lambda carry: carry[1][0] > 0, one_more, carry)
+    # Into the cache the first piece comes last: what is written has then been read, or XLA would copy the cache.
+    cache = put(cache, cached_at, rows)
+    return token, filled.reshape(B, K, buffer, *tail), cache.reshape(B, K, P, *tail)

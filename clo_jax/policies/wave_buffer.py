@@ -4,6 +4,7 @@ import numpy as np
 
 from clo_jax.policies import ragged
 from clo_jax.policies.geometry import RivalLayout
+from clo_jax.policies.host_rows import spread, threads_for
 from clo_jax.policies.staging import CachedRows
 
 
@@ -39,20 +40,20 @@ class LruClusters:
         pages = np.where(missed, self.pages[head, wanted], 0)
         busy = np.zeros(self._there.shape, bool)
         busy[np.nonzero(asked)[0], wanted[asked]] = True
-        listed = np.arange(self._order.shape[1])[None] < self._number[:, None]
-        idle = listed & ~busy[head, self._order]
-        idle_pages = np.where(idle, self.pages[head, self._order], 0)
+        order = self._order[:, : self._number.max()]
+        idle = (np.arange(order.shape[1])[None] < self._number[:, None]) & ~busy[head, order]
+        idle_pages = np.where(idle, self.pages[head, order], 0)
 
         entered = missed & (np.cumsum(pages, axis=1) <= (self._left + idle_pages.sum(axis=1))[:, None])
         short = pages.sum(axis=1) - self._left
         leaves = idle & (ragged.before(idle_pages) < short[:, None])
-        self._release(*_which(leaves, self._order))
+        self._release(*_which(leaves, order))
         self._admit(*_which(entered, wanted))
 
         kept = np.concatenate([idle & ~leaves, hit, entered], axis=1)
         row, column = np.nonzero(kept)
         place = (np.cumsum(kept, axis=1) - 1)[row, column]
-        self._order[row, place] = np.concatenate([self._order, wanted, wanted], axis=1)[row, column]
+        self._order[row, place] = np.concatenate([order, wanted, wanted], axis=1)[row, column]
         self._number = kept.sum(axis=1)
         return hit, entered
 
@@ -101,6 +102,7 @@ class ClusterRows(CachedRows):
         self._sizes: dict[int, np.ndarray] = {}
         self._filled: dict[int, np.ndarray] = {}  # [B]: rows that are there
         self._tokens: dict[int, np.ndarray] = {}  # [B, K, S] int32: token of each row
+        self._cached: dict[int, np.ndarray] = {}  # [B K S] int32: where in its head's cache a row is, if it is there
 
     def on_build(self, layer: int, rows: np.ndarray, labels: np.ndarray) -> tuple[()]:
         """Begins with a prompt: rows [B, K, N, 2, D] and the cluster of each [B, K, N], -1: not indexed."""
@@ -111,6 +113,7 @@ class ClusterRows(CachedRows):
         self._sizes[layer] = np.zeros((B, K, self._room), np.int64)
         self._filled[layer] = np.zeros(B, np.int64)
         self._tokens[layer] = np.zeros((B, K, self.layout.max_tokens), np.int32)
+        self._cached[layer] = np.zeros(B * K * self.layout.max_tokens, np.int32)
         self._add(layer, rows, labels, np.zeros(B, np.int64), np.zeros(B, np.int64))
         return ()
 
@@ -128,19 +131,23 @@ class ClusterRows(CachedRows):
         # 16 bits are sorted in linear time.
         order = np.argsort(labels.astype(np.int16) if self._room < 2**15 else labels, axis=2, kind="stable")
         left_out = np.count_nonzero(labels < 0, axis=2)
-        for b in range(B):
-            filled = self._filled[layer][b]
-            for head in range(K):
-                chosen = order[b, head, left_out[b, head] :]
-                here = slice(filled, filled + len(chosen))
-                np.take(rows[b, head], chosen, axis=0, out=self._rows[layer][b, head, here], mode="clip")
-                self._tokens[layer][b, head, here] = first_token[b] + chosen
-                sizes = np.bincount(labels[b, head, chosen])
-                where = slice(first[b], first[b] + len(sizes))
-                self._sizes[layer][b, head, where] = sizes
-                self._starts[layer][b, head, where] = filled + ragged.before(sizes)
-            self._filled[layer][b] += len(chosen)
-            self._offloaded(len(chosen) * K)
+        filled = self._filled[layer]
+
+        def fill(each: int) -> None:
+            b, head = divmod(each, K)
+            chosen = order[b, head, left_out[b, head] :]
+            here = slice(filled[b], filled[b] + len(chosen))
+            np.take(rows[b, head], chosen, axis=0, out=self._rows[layer][b, head, here], mode="clip")
+            self._tokens[layer][b, head, here] = first_token[b] + chosen
+            sizes = np.bincount(labels[b, head, chosen])
+            where = slice(first[b], first[b] + len(sizes))
+            self._sizes[layer][b, head, where] = sizes
+            self._starts[layer][b, head, where] = filled[b] + ragged.before(sizes)
+
+        spread(fill, B * K, threads_for(rows.nbytes))
+        added = labels.shape[2] - left_out[:, 0]
+        filled += added
+        self._offloaded(int(added.sum()) * K)
         lists = self._lists[layer]
         sizes, starts = (x[layer].reshape(B * K, -1) for x in (self._sizes, self._starts))
         # A cluster's pages are at most one more than its whole ones, so that these slots are its own.
@@ -173,25 +180,30 @@ class ClusterRows(CachedRows):
         hit, entered = lists.access(wanted, asked)
         head = np.arange(B * K)[:, None]
         sizes, starts = (x[layer].reshape(B * K, -1)[head, wanted] for x in (self._sizes, self._starts))
-        at = head * self._buffer + ragged.before(np.where(asked, sizes, 0))
+        # Of each cluster's first row: which it is of all rows of the layer, and its place in all buffers.
+        row, at = head * self.layout.max_tokens + starts, head * self._buffer + ragged.before(np.where(asked, sizes, 0))
 
-        def expand(which: np.ndarray, *firsts: np.ndarray) -> tuple[np.ndarray, ...]:
-            """Of each row of the chosen clusters the head, the cluster and the index in it, then firsts + index."""
+        def rows(which: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            """Of each row of the chosen clusters: which it is in its cluster, of all, and its place."""
             number = sizes[which]
             index = ragged.steps(number)
-            first = (np.repeat(x[which], number) + index for x in firsts)
-            return np.repeat(np.nonzero(which)[0], number), np.repeat(wanted[which], number), index, *first
+            return index, np.repeat(row[which], number) + index, np.repeat(at[which], number) + index
 
+        cached = self._cached[layer]
+        index, of_all, _ = rows(entered)
+        heads, clusters = (np.repeat(x, sizes[entered]) for x in _which(entered, wanted))
+        cached[of_all] = lists.row(heads, clusters, index, self._page)
         source = np.full((B, K, self._buffer), -1, np.int32)
-        *rows, place = expand(hit, at)
-        source.reshape(-1)[place] = lists.row(*rows, self._page)
+        _, of_all, place = rows(hit)
+        source.reshape(-1)[place] = cached[of_all]
         missed = asked & ~hit
-        *rows, row, place = expand(missed, head * self.layout.max_tokens + starts, at)
-        enters = np.repeat(entered[missed], sizes[missed])
-        cached = np.where(enters, rows[0] * (self._num_pages * self._page) + lists.row(*rows, self._page), -1)
-        rows_hit, rows_missed = int(sizes[hit].sum()), len(row)
+        _, of_all, place = rows(missed)
+        first = np.where(entered, head * (self._num_pages * self._page), -1)[missed]
+        first = np.repeat(first, sizes[missed])
+        target = np.where(first >= 0, first + cached[of_all], -1)
+        rows_hit, rows_missed = int(sizes[hit].sum()), len(of_all)
         self.count(
             moved=rows_missed, rows_posted=rows_missed, rows_selected=rows_hit + rows_missed, hits=rows_hit,
             misses=rows_missed,
         )  # fmt: skip
-        return source, *self._send(layer, row, place, cached)
+        return source, *self._send(layer, of_all, place, target)

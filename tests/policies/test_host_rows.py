@@ -5,6 +5,7 @@ import gc
 import numpy as np
 import pytest
 
+from clo_jax.policies import host_rows
 from clo_jax.policies.geometry import RivalLayout
 from clo_jax.policies.host_rows import HostRows, _keepers
 from tests.policies import rivals
@@ -47,6 +48,19 @@ def test_fetch_takes_new_rows_and_gathers_what_is_wanted():
     assert counts.bytes_moved == 8 * rows.layout.row_bytes and counts.hits == counts.misses == 0
     rows.clear_counters()
     assert rows.counters().rows_moved == 0
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 7, 100])
+def test_threads_gather_what_one_does(number, monkeypatch):
+    monkeypatch.setattr(host_rows, "PART_BYTES", 1)
+    monkeypatch.setattr(host_rows, "THREADS", 3)
+    rows = HostRows(layout())
+    rows.on_offload(0, prompt(rows.layout, 16), np.array([16, 16]))
+    row = np.random.default_rng(number).integers(0, 2 * 2 * 16, number)
+    out = np.zeros((number, 2, rows.layout.head_dim), np.float32)
+    rows.gather(0, row, out)
+    want = 100 * (row // 32) + 10 * (row // 16 % 2) + row % 16
+    assert (out == want[:, None, None]).all()
 
 
 def test_rows_go_with_their_owner():
