@@ -147,7 +147,7 @@ class HostRows:
         self.append(layer, slot, new)
         self.remember(layer, index, count)
         B, K, n = index.shape
-        staging = self._buffer((B, K, n, 2, self.layout.head_dim))
+        staging = self._held((B, K, n, 2, self.layout.head_dim))
         first = np.arange(B * K).reshape(B, K, 1) * self.layout.max_tokens
         self.gather(layer, (first + index).ravel(), staging.reshape(B * K * n, 2, -1))
         for b in range(B):
@@ -169,7 +169,7 @@ class HostRows:
 
         spread(part, parts, parts)
 
-    def _buffer(self, shape: tuple[int, ...]) -> np.ndarray:
+    def _held(self, shape: tuple[int, ...]) -> np.ndarray:
         """Memory for the rows that a step fetches, the same at every step and layer: fresh memory costs more than the
         rows. When a program asks again, it has what it was sent."""
         if self._staging.shape != shape:
