@@ -80,11 +80,12 @@ class ForcedSession(Session):
             given = self._given[first : min(first + self._chunk, len(self._given) - 1)]
             tokens = np.zeros((1, self._chunk), np.int32)
             tokens[0, : len(given)] = given
+            # On the device before a transfer kernel waits for the program: a copy may come to stand behind that kernel.
+            operands = jax.block_until_ready((jnp.asarray(tokens), jnp.asarray([len(given)], jnp.int32)))
             with deferred_interrupt(), transfer_errors(), self._serving(state, "forced"):
                 logits, state = forced_chunk_jitted(
-                    self._model, self._policy, self._params, self._tables, state, jnp.asarray(tokens),
-                    jnp.full((1,), len(given), jnp.int32),
-                )  # fmt: skip
+                    self._model, self._policy, self._params, self._tables, state, *operands
+                )
                 jax.block_until_ready((logits, state))
             now = time.perf_counter()
             self._times["decode"] = now - start - paused - compiling.seconds()

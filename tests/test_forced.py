@@ -1,13 +1,16 @@
 """Logits along given tokens: what a model said itself, said again; chunks; wrong calls."""
 
+import contextlib
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
 from clo_jax.config import CloConfig
 from clo_jax.errors import CloError
 from clo_jax.llm import LLM
+from clo_jax.transfer.engine import Engine
 from tests import tiny, tiny_checkpoint
 
 CLO = CloConfig(sparsity=0.1, recent_tokens=8, flush_tokens=8, hash_bits=64)
@@ -44,6 +47,32 @@ def test_an_answer_forced_is_the_answer(request, name, chunks):
     assert metrics.attention == answer.metrics.attention == name
     assert metrics.rows_moved == answer.metrics.rows_moved and metrics.hit_rate == answer.metrics.hit_rate
     assert (metrics.rows_moved > 0) == (name == "clo")
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda llm, ids: llm.generate(ids, max_new_tokens=20, ignore_eos=True),
+        lambda llm, ids: llm.generate(ids, max_new_tokens=20, ignore_eos=True, do_sample=True, seed=3),
+        lambda llm, ids: list(llm.forced_logits(ids, 130)),
+        lambda llm, ids: list(llm.forced_attention(ids, 140)),
+    ],
+    ids=["greedy", "sampled", "forced", "attention"],
+)
+def test_nothing_is_copied_to_the_device_beside_a_transfer_kernel(clo, monkeypatch, ask):
+    """On a GPU a copy may stand in a queue behind the kernel that waits for the program that waits for the copy."""
+    serving, served = Engine.serving, []
+
+    @contextlib.contextmanager
+    def guarded(self, requests, program):
+        beside = program in self._programs  # what runs for the first time has no transfer kernel beside it
+        with serving(self, requests, program), jax.transfer_guard_host_to_device("disallow" if beside else "allow"):
+            yield
+        served.append(beside)
+
+    monkeypatch.setattr(Engine, "serving", guarded)
+    ask(clo, tiny.prompt(150, 4))
+    assert any(served)
 
 
 def test_attention_along_a_text(full, clo):

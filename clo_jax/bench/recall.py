@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Chains of lookups over long contexts, policy by policy.")
     parser.add_argument("checkpoint")
     parser.add_argument("--lengths", default="8192,32768,65536,131072")
-    parser.add_argument("--samples", type=int, default=32, help="chains a length")
+    parser.add_argument("--samples", default="32", help="chains of a length: of each, or one number for all")
     parser.add_argument("--batch", type=int, default=8, help="chains at once")
     parser.add_argument("--attention", default="clo,exact")
     parser.add_argument("--sparsity", default="0.1,0.05,0.02", help="of policies other than full")
@@ -44,9 +44,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=7_000_000)
     parser.add_argument("--vary", default="guess_from=input", help="clo once more, at the first sparsity; none: ''")
     parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("clo-jax-eval"), help="of kept answers")
+    parser.add_argument("--note", help="what the results file is to say, such as where kept answers were given")
     parser.add_argument("--out", type=pathlib.Path, default=report.RESULTS / "recall-qwen-accuracy.json")
     args = parser.parse_args(argv)
     shares = [float(share) for share in args.sparsity.split(",")]
+    lengths, samples = ([int(n) for n in given.split(",")] for given in (args.lengths, args.samples))
+    if len(samples) not in (1, len(lengths)):
+        parser.error(f"--samples: got {args.samples}, wanted one number or one for each of --lengths {args.lengths}")
     try:
         names, options = args.attention.split(","), {"backend": args.backend}
         ways = variants(names, shares, CloConfig(), options)
@@ -61,8 +65,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "out": args.out.name, "folder": args.folder.name, "checkpoint": pathlib.Path(args.checkpoint).name,
     }  # fmt: skip
     rows = training_time(pathlib.Path(args.checkpoint))
-    for length in map(int, args.lengths.split(",")):
-        asked = [chains.question(args.seed + i, length, HOPS) for i in range(args.samples)]
+    for length, number in zip(lengths, samples * (len(lengths) // len(samples)), strict=True):
+        asked = [chains.question(args.seed + i, length, HOPS) for i in range(number)]
         first = len(rows)
         for way in ways:  # full attention first
             given = answers(args.checkpoint, args.dtype, args.batch, length, way, asked, kept)

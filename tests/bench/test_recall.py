@@ -52,6 +52,21 @@ def test_answers_are_kept(tmp_path, monkeypatch):
     assert len(answers.read_text().splitlines()) == 1 + 2 * 3
 
 
+def test_samples_of_each_length(tmp_path):
+    checkpoint = folder.write(SMALL, random_params(SMALL, jax.random.key(0), jnp.bfloat16), tmp_path / "model").path
+    out = tmp_path / "recall.json"
+    arguments = [str(checkpoint), "--lengths", "64,120", "--samples", "2,1", "--attention", "full", "--sparsity", "0.1"]
+    recall.main([*arguments, "--dtype", "float32", "--folder", str(tmp_path), "--out", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["length"], row["lookups"]) for row in rows] == [(64, 2 * recall.HOPS), (120, recall.HOPS)]
+
+
+def test_numbers_of_samples_that_fit_no_lengths_are_named(capsys):
+    with pytest.raises(SystemExit):
+        recall.main(["nowhere", "--lengths", "64,120", "--samples", "1,2,3"])
+    assert "--samples: got 1,2,3, wanted one number or one for each of --lengths 64,120" in capsys.readouterr().err
+
+
 def test_an_unknown_policy_is_named(capsys):
     with pytest.raises(SystemExit):
         recall.main(["nowhere", "--attention", "magic"])
