@@ -92,7 +92,9 @@ class ForcedSession(Session):
             self._times["decode_compile"] = compiling.seconds()
             self.tokens[0].extend(self._given[first + 1 : first + 1 + len(given)])
             self._on_state(state)
-            yield np.asarray(logits[0, : len(given)])
+            found = np.asarray(logits[0, : len(given)])
+            del logits  # the next chunk's take their place
+            yield found
             paused += time.perf_counter() - now  # the consumer's time is not ours
 
 
