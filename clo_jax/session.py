@@ -174,7 +174,8 @@ class Session:
             return contextlib.nullcontext()
         layers = sum(bool(self._layout.offloaded(layer)) for layer in range(self._layout.num_layers))
         leaves, nesting = jax.tree.flatten(self._params)
-        arrays = tuple((leaf.shape, leaf.dtype) for leaf in leaves)  # packed parameters are another program than plain ones
+        # Packed parameters are another program than plain ones.
+        arrays = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         program = (self._model, self._policy, self._chunk, state.token.shape, nesting, arrays, *static)
         return self._engine.serving(self._chunk * layers, program) if layers else contextlib.nullcontext()
 
