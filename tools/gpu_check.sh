@@ -115,7 +115,7 @@ if has recall; then
   export JAX_DEFAULT_MATMUL_PRECISION=default XLA_PYTHON_CLIENT_MEM_FRACTION=.6
   step recall-training 590 "$PYTHON" -m clo_jax.eval.recall "$OUT/recall-qwen" &&
     step recall "${BENCH_LIMIT:-560}" "$PYTHON" -m clo_jax.bench.recall "$OUT/recall-qwen" --samples "${CHAINS:-64}" \
-      --sparsity 0.1 --out "$OUT/recall-qwen-accuracy.json"
+      --sparsity 0.1 --folder "$OUT/answers" --out "$OUT/recall-qwen-accuracy.json"
 fi
 echo
 printf '%s\n' "${SUMMARY[@]}"
