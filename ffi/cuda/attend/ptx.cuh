@@ -1,6 +1,9 @@
 // The machine instructions of attend that CUDA C++ has no words for.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <cstdint>
 
 namespace clo::cuda {
