@@ -180,13 +180,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("clo-jax-eval"))
     parser.add_argument("--only", action="append", help="ask this way alone, and write nothing")
     parser.add_argument("--without", action="append", default=[], help="leave this way out")
+    parser.add_argument("--fewer", action="append", default=[], help="NAME=N: ask this way N samples of each task")
     parser.add_argument("--note", help="what the results file is to say, such as where kept answers were given")
     parser.add_argument("--out", type=pathlib.Path, default=report.RESULTS / "smollm2-accuracy.json")
     args = parser.parse_args(argv)
     every = {way.variant.name: way for way in ways(shipped(args.checkpoint), args.samples, args.others)}
-    for name in [*(args.only or []), *args.without]:
+    fewer = dict(one.rpartition("=")[::2] for one in args.fewer)
+    for name in [*(args.only or []), *args.without, *fewer]:
         if name not in every:
-            parser.error(f"--only, --without: got {name!r}, wanted one of: {', '.join(every)}")
+            parser.error(f"--only, --without, --fewer: got {name!r}, wanted one of: {', '.join(every)}")
+    for name, number in fewer.items():
+        if not number.isdecimal() or not 1 <= int(number) <= every[name].samples:
+            parser.error(f"--fewer: got {number!r} for {name}, wanted 1 to {every[name].samples}")
+        every[name] = Way(every[name].variant, int(number))
     unknown = [name for name in args.tasks.split(",") if name not in TASKS]
     if unknown:
         parser.error(f"--tasks: got {unknown[0]!r}, wanted some of: {', '.join(TASKS)}")

@@ -86,6 +86,20 @@ def test_one_way_alone_writes_nothing(planted):
     assert [name for name, _, _ in planted.asked] == ["full", "clo 5 %"]
 
 
+def test_a_way_may_answer_fewer_samples(planted):
+    rows = planted({}, "--fewer", "infinigen 5 %=1", "--fewer", "clo 2 %=3")
+    samples = {name: n for name, n, _ in planted.asked}
+    assert (samples["infinigen 5 %"], samples["infinigen 2 %"], samples["clo 2 %"], samples["clo 5 %"]) == (1, 2, 3, 4)
+    assert rows["score, infinigen 5 %, all lengths"]["samples"] == 1
+
+
+@pytest.mark.parametrize("number", ["3", "0", "few"])
+def test_no_way_answers_more_than_it_is_asked(planted, capsys, number):
+    with pytest.raises(SystemExit):
+        planted({}, "--fewer", f"infinigen 5 %={number}")
+    assert f"--fewer: got '{number}' for infinigen 5 %, wanted 1 to 2" in capsys.readouterr().err
+
+
 def test_unknown_names_are_refused(planted, capsys):
     with pytest.raises(SystemExit):
         planted({}, "--only", "magic 10 %")
