@@ -1,6 +1,7 @@
 """Logits along given tokens (teacher forcing): what a policy makes of a text, token by token, whatever it would have
 said itself."""
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -80,12 +81,11 @@ class ForcedSession(Session):
             given = self._given[first : min(first + self._chunk, len(self._given) - 1)]
             tokens = np.zeros((1, self._chunk), np.int32)
             tokens[0, : len(given)] = given
-            # On the device before a transfer kernel waits for the program: a copy may come to stand behind that kernel.
-            operands = jax.block_until_ready((jnp.asarray(tokens), jnp.asarray([len(given)], jnp.int32)))
-            with deferred_interrupt(), transfer_errors(), self._serving(state, "forced"):
+            with deferred_interrupt(), transfer_errors(), self._in_line():
                 logits, state = forced_chunk_jitted(
-                    self._model, self._policy, self._params, self._tables, state, *operands
-                )
+                    self._model, self._policy, self._params, self._tables, state, jnp.asarray(tokens),
+                    jnp.full((1,), len(given), jnp.int32),
+                )  # fmt: skip
                 jax.block_until_ready((logits, state))
             now = time.perf_counter()
             self._times["decode"] = now - start - paused - compiling.seconds()
@@ -96,6 +96,11 @@ class ForcedSession(Session):
             del logits  # the next chunk's take their place
             yield found
             paused += time.perf_counter() - now  # the consumer's time is not ours
+
+    def _in_line(self) -> contextlib.AbstractContextManager:
+        """Rows arrive in line. Beside a transfer kernel that waits for the program, nothing else may be asked of a GPU:
+        the tokens' copy would stand behind that kernel. And along a given text time does not matter."""
+        return contextlib.nullcontext() if self._engine is None else self._engine.serving(0, None)
 
 
 def forced_attention(

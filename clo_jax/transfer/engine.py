@@ -147,7 +147,7 @@ class Engine(Arenas):
         self._live().clear_counters()
 
     @contextlib.contextmanager
-    def serving(self, requests: int, program: Hashable) -> Iterator[None]:
+    def serving(self, requests: int, program: Hashable | None) -> Iterator[None]:
         """Around one run of a program: `begin`, then `end` once everything that the program computes is there.
 
         Compiling a program and loading its kernels waits for the device, which a transfer kernel that waits for the
@@ -156,15 +156,16 @@ class Engine(Arenas):
 
         Args:
           requests: as for `begin`.
-          program: names the compiled program.
+          program: names the compiled program. None: never with `begin`.
         """
-        if program in self._programs:
+        if program is not None and program in self._programs:
             self.begin(requests)
         try:
             yield
         finally:
             self.end()
-        self._programs.add(program)
+        if program is not None:
+            self._programs.add(program)
 
     def begin(self, requests: int) -> None:
         """Before a program that posts up to `requests` requests, one of each layer with offloaded heads in turn, and
